@@ -1,0 +1,112 @@
+"""tierkv keeps the attention state of language models in tiers: device, host memory, SSD.
+
+Importing this package imports neither torch nor anything that needs it: the public names
+are resolved on first use, so that the command line and a storage process start at once.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tierkv.errors import (
+        CapacityError,
+        ForkError,
+        InvalidInputError,
+        NamespaceMismatchError,
+        NotAStoreError,
+        PinError,
+        PoolExhaustedError,
+        SequenceTooLongError,
+        SpecError,
+        StoreClosedError,
+        StoreError,
+        StoreLockedError,
+        StoreReadOnlyError,
+        StoreVersionError,
+        TierKVError,
+        UnsupportedError,
+    )
+    from tierkv.keys import Namespace
+    from tierkv.sequence import CommitReport, Found, Sequence
+    from tierkv.spec import CacheSpec, Component, GroupKind, LayerGroup
+    from tierkv.store import Store, StoreStats
+    from tierkv.tiers import Tier
+    from tierkv.units import parse_bytes
+
+# Where each public name lives; a module is imported when one of its names is first asked for.
+_HOMES = {
+    "tierkv.errors": (
+        "CapacityError",
+        "ForkError",
+        "InvalidInputError",
+        "NamespaceMismatchError",
+        "NotAStoreError",
+        "PinError",
+        "PoolExhaustedError",
+        "SequenceTooLongError",
+        "SpecError",
+        "StoreClosedError",
+        "StoreError",
+        "StoreLockedError",
+        "StoreReadOnlyError",
+        "StoreVersionError",
+        "TierKVError",
+        "UnsupportedError",
+    ),
+    "tierkv.keys": ("Namespace",),
+    "tierkv.sequence": ("CommitReport", "Found", "Sequence"),
+    "tierkv.spec": ("CacheSpec", "Component", "GroupKind", "LayerGroup"),
+    "tierkv.store": ("Store", "StoreStats"),
+    "tierkv.tiers": ("Tier",),
+    "tierkv.units": ("parse_bytes",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "CacheSpec",
+    "CapacityError",
+    "CommitReport",
+    "Component",
+    "ForkError",
+    "Found",
+    "GroupKind",
+    "InvalidInputError",
+    "LayerGroup",
+    "Namespace",
+    "NamespaceMismatchError",
+    "NotAStoreError",
+    "PinError",
+    "PoolExhaustedError",
+    "Sequence",
+    "SequenceTooLongError",
+    "SpecError",
+    "Store",
+    "StoreClosedError",
+    "StoreError",
+    "StoreLockedError",
+    "StoreReadOnlyError",
+    "StoreStats",
+    "StoreVersionError",
+    "Tier",
+    "TierKVError",
+    "UnsupportedError",
+    "__version__",
+    "parse_bytes",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value  # the next access finds it without this function
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
