@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
 # Extra arguments for the installation of torch alone, for example
 #   make test TORCH_ARGS='--index-url https://download.pytorch.org/whl/cpu'
 TORCH_ARGS ?=
@@ -35,7 +35,7 @@ lint: $(STAMPS)/package  ## check format, style and types
 	@$(BIN)/ruff format --check --quiet . || { echo "run 'make format'"; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@echo "== mypy"
-	@$(BIN)/mypy -p tierkv
+	@.ci/typecheck $(BIN)/mypy
 
 format: $(STAMPS)/package  ## rewrite the sources in the project's format
 	@$(BIN)/ruff check --quiet --fix-only .
