@@ -31,9 +31,10 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from tierkv.keys import Namespace
-    from tierkv.sequence import CommitReport, Found, Sequence
+    from tierkv.sequence import Sequence
     from tierkv.spec import CacheSpec, Component, GroupKind, LayerGroup
-    from tierkv.store import Store, StoreStats
+    from tierkv.stats import CommitReport, FlushReport, Found, StoreStats, TierStats
+    from tierkv.store import Store
     from tierkv.tiers import Tier
     from tierkv.units import parse_bytes
 
@@ -58,9 +59,10 @@ _HOMES = {
         "UnsupportedError",
     ),
     "tierkv.keys": ("Namespace",),
-    "tierkv.sequence": ("CommitReport", "Found", "Sequence"),
+    "tierkv.sequence": ("Sequence",),
     "tierkv.spec": ("CacheSpec", "Component", "GroupKind", "LayerGroup"),
-    "tierkv.store": ("Store", "StoreStats"),
+    "tierkv.stats": ("CommitReport", "FlushReport", "Found", "StoreStats", "TierStats"),
+    "tierkv.store": ("Store",),
     "tierkv.tiers": ("Tier",),
     "tierkv.units": ("parse_bytes",),
 }
@@ -71,6 +73,7 @@ __all__ = [
     "CapacityError",
     "CommitReport",
     "Component",
+    "FlushReport",
     "ForkError",
     "Found",
     "GroupKind",
@@ -93,6 +96,7 @@ __all__ = [
     "StoreVersionError",
     "Tier",
     "TierKVError",
+    "TierStats",
     "UnsupportedError",
     "__version__",
     "parse_bytes",
