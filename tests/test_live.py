@@ -8,12 +8,13 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tierkv.errors import ForkError, InvalidInputError, StoreClosedError, StoreError
-from tierkv.live import LiveFile, read_live
+from tierkv.live import PAGE_DTYPE, LiveFile, read_live, read_live_pages
 
 
 @pytest.fixture
@@ -30,6 +31,27 @@ def test_reader_sees_the_last_snapshot_and_the_owner(path: Path) -> None:
             expected = {"pid": os.getpid(), "turn": turn, "tiers": {"host": {"pages": turn}}}
             assert read_live(path) == expected
         assert file.stats().published == 5
+
+
+def test_page_list_is_read_as_published_beside_the_statistics(path: Path) -> None:
+    pages = np.zeros(3, PAGE_DTYPE)
+    pages["end_token"] = [64, 128, 192]
+    pages["key"] = [np.void(bytes([i]) * 32) for i in range(3)]
+    with LiveFile.create(path, max_pages=3) as file:
+        assert read_live_pages(path) is None
+        file.publish({"turn": 1})
+        assert file.publish_pages(pages)
+        assert not file.publish_pages(np.zeros(4, PAGE_DTYPE))
+        file.check()
+        found = read_live_pages(path)
+        assert found is not None
+        assert found.tobytes() == pages.tobytes()
+        assert file.publish_pages(pages[:0])
+        found = read_live_pages(path)
+        assert found is not None
+        assert len(found) == 0
+        assert read_live(path) == {"pid": os.getpid(), "turn": 1}
+        assert (file.stats().published, file.stats().dropped) == (3, 1)
 
 
 def test_closing_withdraws_the_snapshot(path: Path) -> None:
@@ -92,9 +114,13 @@ def test_a_folder_that_cannot_be_written_is_a_clear_error(tmp_path: Path) -> Non
         LiveFile.create(tmp_path / "missing" / "live")
     with pytest.raises(InvalidInputError):
         LiveFile.create(tmp_path / "live", slot_bytes=16)
+    with pytest.raises(InvalidInputError):
+        LiveFile.create(tmp_path / "live", max_pages=-1)
+    with pytest.raises(InvalidInputError):
+        LiveFile.create(tmp_path / "live", max_pages=10**8)
 
 
-@pytest.mark.parametrize("content", [b"", b"TKVLIVE1", b"\0" * 70_000, os.urandom(70_000)])
+@pytest.mark.parametrize("content", [b"", b"TKVLIVE2", b"\0" * 70_000, os.urandom(70_000)])
 def test_foreign_content_is_no_snapshot(path: Path, content: bytes) -> None:
     assert read_live(path) is None
     path.write_bytes(content)
