@@ -1,0 +1,55 @@
+"""Byte budgets as numbers or strings."""
+
+from __future__ import annotations
+
+import re
+
+from tierkv.errors import InvalidInputError
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{p}b": 1000 ** (i + 1) for i, p in enumerate("kmgt")},
+    **{f"{p}ib": 1024 ** (i + 1) for i, p in enumerate("kmgt")},
+    **{p: 1024 ** (i + 1) for i, p in enumerate("kmgt")},
+}
+_PATTERN = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(value: int | str, *, name: str = "budget") -> int:
+    """Return a byte count from an int or a string such as ``"8GiB"``, ``"500MB"``, ``"64k"``.
+
+    Args:
+        value: bytes as an int, or a string; ``MB`` is 10**6, ``MiB`` and ``M`` are 2**20.
+        name: what the value is for, named in the error.
+
+    Raises:
+        InvalidInputError: not a number, an unknown unit, zero or negative.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise InvalidInputError(
+            f"{name}: expected bytes as an int or a string such as '8GiB', got {value!r}"
+        )
+    if isinstance(value, str):
+        match = _PATTERN.fullmatch(value)
+        factor = _UNITS.get(match.group(2).lower()) if match else None
+        if match is None or factor is None:
+            raise InvalidInputError(
+                f"{name}: cannot read {value!r} as bytes; write for example '8GiB' or '500MB'"
+            )
+        count = int(float(match.group(1)) * factor)
+    else:
+        count = value
+    if count <= 0:
+        raise InvalidInputError(f"{name}: must be more than zero bytes, got {value!r}")
+    return count
+
+
+def format_bytes(count: float) -> str:
+    """Return a byte count with a binary unit, three significant digits (``1.41 MiB``)."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:.3g} TiB"
