@@ -85,7 +85,9 @@ class Namespace:
 
     def root(self, group: int) -> bytes:
         """Return the parent key of the first page of a layer group's chain."""
-        return hashlib.sha256(b"tierkv/chain\0" + self.digest + group.to_bytes(4, "little")).digest()
+        return hashlib.sha256(
+            b"tierkv/chain\0" + self.digest + group.to_bytes(4, "little")
+        ).digest()
 
 
 def as_tokens(ids: Any) -> TokenArray:
@@ -139,7 +141,9 @@ class KeyChain:
         size = self.page_tokens
         for page in range(len(self._digests), len(tokens) // size):
             start = page * size
-            self._digests.append(self._digest(self.parent(page), start, tokens[start : start + size]))
+            self._digests.append(
+                self._digest(self.parent(page), start, tokens[start : start + size])
+            )
 
     def parent(self, page: int) -> bytes:
         """Return the key before page ``page``: the previous page's, or the root."""

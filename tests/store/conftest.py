@@ -1,0 +1,31 @@
+import pytest
+from toy_model import FULL, namespace
+
+from tierkv import Store
+
+
+@pytest.fixture
+def open_store(tmp_path):
+    """Open stores of the toy model; budgets in pages; checks and closes them at the end."""
+    opened = []
+
+    def make(spec=FULL, *, device=64, host=16, disk=64, path=tmp_path / "store", **options):
+        weights = options.pop("weights", "toy")
+        slot = spec.slot_bytes
+        store = Store.open(
+            path,
+            spec,
+            namespace(spec, weights),
+            device=device * slot,
+            host=None if host is None else host * slot,
+            disk=None if disk is None else disk * (slot + 4096),
+            **options,
+        )
+        opened.append(store)
+        return store
+
+    yield make
+    for store in opened:
+        if not store.closed:
+            store.check()
+        store.close()

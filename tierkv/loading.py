@@ -1,0 +1,317 @@
+"""Brings a prompt's reusable prefix into the device pool.
+
+Pages from disk are read and verified in host memory before they count as found; the
+copies from host memory to the device run behind the layer gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from tierkv.claims import Claims
+from tierkv.devices.base import CopyOp, DeviceError
+from tierkv.errors import PoolExhaustedError
+from tierkv.fetching import Fetcher, FetchOutcome
+from tierkv.match import Match, match
+from tierkv.stats import Found
+from tierkv.storage.format import PAGE_TAIL
+from tierkv.table import PRIVATE, GroupTable
+from tierkv.tiers import Tier
+
+if TYPE_CHECKING:
+    from tierkv.core import Core
+    from tierkv.devices.base import Event
+    from tierkv.keys import KeyChain, TokenArray
+    from tierkv.transfer import Transfers
+
+_IN_MEMORY = 1 << Tier.DEVICE | 1 << Tier.HOST
+_ANYWHERE = _IN_MEMORY | 1 << Tier.DISK | 1 << Tier.REMOTE
+_MAX_ATTEMPTS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """Pages on their way into the pool, layer by layer.
+
+    Attributes:
+        rows: committed pages that became device-resident with this arrival.
+        sources: the pinned copies read from, to be released when all is over.
+        events: by model layer, done when the layer has arrived.
+    """
+
+    rows: list[int]
+    sources: Claims
+    events: Mapping[int, Event]
+
+    def done(self) -> bool:
+        """Return whether all layers have arrived or failed."""
+        return all(event.done() for event in self.events.values())
+
+    def failed(self) -> bool:
+        """Return whether a copy failed or is not over."""
+        try:
+            return not all(event.wait(0.0) for event in self.events.values())
+        except DeviceError:
+            return True
+
+
+@dataclass(slots=True)
+class Loaded:
+    """The outcome of a load.
+
+    Attributes:
+        tokens: length of the prefix loaded.
+        tables: page tables; each shared page is pinned on the device for the sequence.
+        arrivals: what is still on its way.
+        resumed: where the turn ended whose tail pages were resumed from, 0 when none were.
+        found: tokens by the tier that held them.
+    """
+
+    tokens: int
+    tables: list[GroupTable]
+    arrivals: list[Arrival] = field(default_factory=list)
+    resumed: int = 0
+    found: Found = field(default_factory=Found)
+
+
+class Loader:
+    """Finds and loads prefixes.  Thread-safe; call without the lock."""
+
+    def __init__(self, core: Core, transfers: Transfers) -> None:
+        self._core = core
+        self._transfers = transfers
+        self._fetcher = Fetcher(core, transfers)
+        self._stream = core.device.stream("load")
+        self._arriving: dict[int, Arrival] = {}
+
+    def load(self, chains: Sequence[KeyChain], tokens: TokenArray, limit: int) -> Loaded:
+        """Load the longest reusable prefix of at most ``limit`` tokens.
+
+        Raises:
+            PoolExhaustedError: running sequences and pins leave too few device pages.
+        """
+        deadline = self._core.deadline()
+        within, origin = _ANYWHERE, dict[int, Tier]()
+        for attempt in range(_MAX_ATTEMPTS):
+            if attempt == _MAX_ATTEMPTS - 1:
+                within = _IN_MEMORY
+            found, claims = self._match(chains, tokens, limit, within)
+            for row, tier in claims.items():
+                origin.setdefault(row, tier)
+            try:
+                loaded, outcome = self._bring_in(found, claims, deadline)
+            except BaseException:
+                claims.release()
+                raise
+            if loaded is not None:
+                loaded.found = self._count(found, origin)
+                self._touch(found)
+                return loaded
+            claims.release()
+            if outcome is FetchOutcome.UNREADABLE:
+                within = _IN_MEMORY
+        raise AssertionError("a prefix that is in memory always loads")
+
+    def settle(self, arrivals: Sequence[Arrival]) -> None:
+        """Take finished arrivals off the books; drop pages whose copy failed."""
+        core = self._core
+        with core.lock:
+            for arrival in arrivals:
+                failed = arrival.failed()
+                for row in arrival.rows:
+                    if self._arriving.get(row) is arrival:
+                        del self._arriving[row]
+                        if failed:
+                            core.planner.evict(Tier.DEVICE, [row])
+        for arrival in arrivals:
+            arrival.sources.release()
+
+    def check(self) -> None:
+        """Raise AssertionError when a page on its way is not resident or not pinned."""
+        core = self._core
+        with core.lock:
+            for row in self._arriving:
+                assert core.is_in(row, Tier.DEVICE), f"row {row} arrives but is not resident"
+                assert core.index.pins([row], Tier.DEVICE)[0] > 0, f"row {row} arrives unpinned"
+
+    def _match(
+        self, chains: Sequence[KeyChain], tokens: TokenArray, limit: int, within: int
+    ) -> tuple[Match, Claims]:
+        core = self._core
+        claims = Claims(core)
+        with core.lock:
+            found = match(core.index, core.spec, chains, tokens, limit=limit, within=within)
+            rows = np.concatenate([group.rows for group in found.groups])
+            for row, residency in zip(
+                rows.tolist(), core.index.residency(rows).tolist(), strict=True
+            ):
+                claims.add(row, next(t for t in Tier if residency >> t & 1))
+            return found, claims
+
+    def _bring_in(
+        self, found: Match, claims: Claims, deadline: float
+    ) -> tuple[Loaded | None, FetchOutcome]:
+        """Load matched pages; None when one of them turned out not to be there."""
+        core = self._core
+        partial = [int(g.rows[-1]) for g in found.groups if g.partial]
+        absent = [row for row, t in claims.items() if t is not Tier.DEVICE and row not in partial]
+        wanted = absent + partial
+        slots = self._transfers.obtain(Tier.DEVICE, len(wanted), deadline=deadline)
+        if slots is None:
+            raise PoolExhaustedError(
+                f"device pool: bringing in {found.tokens} tokens found needs {len(wanted)} pages "
+                f"of {core.planner.capacity(Tier.DEVICE)}; running sequences and pins hold too "
+                "many; end some, or give the pool a larger budget"
+            )
+        spare = dict(zip(wanted, slots, strict=True))
+        private: dict[int, int] = {}
+        loaded = Loaded(found.tokens, [GroupTable(g) for g in core.spec.groups])
+        try:
+            outcome = self._copy_in(loaded, wanted, spare, private, claims, set(partial), deadline)
+        except BaseException:
+            self._undo(loaded, spare, private)
+            raise
+        if outcome is not FetchOutcome.READY:
+            self._undo(loaded, spare, private)
+            return None, outcome
+        with core.lock:  # pages that somebody else brought in meanwhile needed no slot
+            core.planner.give_back(Tier.DEVICE, spare.values())
+        self._fill_tables(loaded, found, private)
+        return loaded, outcome
+
+    def _copy_in(
+        self,
+        loaded: Loaded,
+        wanted: list[int],
+        spare: dict[int, int],
+        private: dict[int, int],
+        claims: Claims,
+        partial: set[int],
+        deadline: float,
+    ) -> FetchOutcome:
+        """Fetch and copy ``wanted`` batch by batch; slots used move out of ``spare``."""
+        step = max(1, self._core.planner.capacity(Tier.HOST) // 2)
+        for start in range(0, len(wanted), step):
+            if loaded.arrivals:  # the host pages of the batch before must come free
+                self._await(loaded.arrivals[-1], deadline)
+            batch = wanted[start : start + step]
+            outcome = self._fetcher.fetch(batch, claims, deadline)
+            if outcome is not FetchOutcome.READY:
+                return outcome
+            loaded.arrivals.append(self._start(batch, spare, private, claims, partial))
+        return FetchOutcome.READY
+
+    def _start(
+        self,
+        batch: list[int],
+        spare: dict[int, int],
+        private: dict[int, int],
+        claims: Claims,
+        partial: set[int],
+    ) -> Arrival:
+        """Enqueue the copies of pages in memory, one event a layer."""
+        core = self._core
+        moves: list[tuple[int, Tier, int, int]] = []  # row, tier and slot read, slot written
+        sources, rows = Claims(core), []
+        with core.lock:
+            for row in batch:
+                tier = claims.tier(row)
+                if row in partial:
+                    private[row] = spare.pop(row)
+                    moves.append((row, tier, core.slot(row, tier), private[row]))
+                    sources.add(row, tier)
+                elif tier is not Tier.DEVICE:
+                    slot = spare.pop(row)
+                    moves.append((row, tier, core.slot(row, tier), slot))
+                    sources.add(row, tier)
+                    core.planner.install(Tier.DEVICE, [row], [slot])
+                    claims.move(row, Tier.DEVICE)
+                    rows.append(row)
+            core.counters.promoted_pages += len(rows)
+        arrival = Arrival(rows, sources, self._copy_layers(moves))
+        with core.lock:
+            self._arriving.update(dict.fromkeys(rows, arrival))
+        return arrival
+
+    def _copy_layers(self, moves: list[tuple[int, Tier, int, int]]) -> dict[int, Event]:
+        core = self._core
+        by_group: dict[int, list[tuple[int, Tier, int, int]]] = {}
+        for move in moves:
+            by_group.setdefault(core.group_of(move[0]), []).append(move)
+        events: dict[int, Event] = {}
+        for layer in sorted(core.spec.layer_to_group):
+            group, offset, size = core.layer_place(layer)
+            if group not in by_group:
+                continue
+            span = slice(offset, offset + size)
+            self._stream.copy(
+                [
+                    CopyOp(core.pool.memory[target, span], core.memory(tier)[source, span])
+                    for _, tier, source, target in by_group[group]
+                ]
+            )
+            events[layer] = self._stream.record()
+        return events
+
+    def _await(self, arrival: Arrival, deadline: float) -> None:
+        """Wait for an arrival; whether it failed is ``settle``'s business."""
+        for event in arrival.events.values():
+            with suppress(DeviceError):
+                event.wait(max(0.0, deadline - self._core.clock()))
+        if arrival.done():
+            arrival.sources.release()
+
+    def _fill_tables(self, loaded: Loaded, found: Match, private: dict[int, int]) -> None:
+        core = self._core
+        with core.lock:
+            for table, group in zip(loaded.tables, found.groups, strict=True):
+                for page, row in enumerate(group.rows.tolist(), start=group.first_page):
+                    if row in private:
+                        table.set(page, private[row], PRIVATE)
+                        if core.index.flags([row])[0] & PAGE_TAIL:
+                            loaded.resumed = int(core.index.end_token([row])[0])
+                    else:
+                        table.set(page, core.slot(row, Tier.DEVICE), row)
+                        self._join(loaded, row)
+
+    def _join(self, loaded: Loaded, row: int) -> None:
+        """Wait, behind the gate, for pages that another sequence is bringing in."""
+        arrival = self._arriving.get(row)
+        if arrival is not None and arrival not in loaded.arrivals:
+            loaded.arrivals.append(Arrival([], Claims(self._core), arrival.events))
+            self._core.counters.delay_hits += 1
+
+    def _undo(self, loaded: Loaded, spare: dict[int, int], private: dict[int, int]) -> None:
+        """Let what was copied before a failure stay resident; give the other slots back."""
+        for arrival in loaded.arrivals:
+            self._await(arrival, self._core.deadline())
+        self.settle(loaded.arrivals)
+        with self._core.lock:
+            self._core.planner.give_back(Tier.DEVICE, [*spare.values(), *private.values()])
+
+    def _touch(self, found: Match) -> None:
+        """Record the use: the anchor's path first, then the windows that hang below it."""
+        core, anchor = self._core, self._core.spec.anchor
+        paths = [found.groups[anchor], *(g for i, g in enumerate(found.groups) if i != anchor)]
+        with core.lock:
+            rows = np.concatenate([group.rows for group in paths])
+            core.index.touch(rows, now=int(core.wall_clock()))
+
+    def _count(self, found: Match, origin: Mapping[int, Tier]) -> Found:
+        """Count the tokens found by the nearest tier that held their anchor page."""
+        core = self._core
+        group, anchor = core.spec.groups[core.spec.anchor], found.groups[core.spec.anchor]
+        tokens = dict.fromkeys(Tier, 0)
+        start = group.first_needed(found.tokens)
+        if anchor.rows.size:  # tokens before a sliding anchor's window count with its first page
+            tokens[origin[int(anchor.rows[0])]] += start
+        for page, row in enumerate(anchor.rows.tolist(), start=anchor.first_page):
+            low = max(start, page * group.page_tokens)
+            high = min(found.tokens, (page + 1) * group.page_tokens)
+            tokens[origin[row]] += high - low
+        return Found(**{tier.label: count for tier, count in tokens.items()})

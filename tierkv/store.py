@@ -1,0 +1,319 @@
+"""The store: tiers of one model's pages, behind one small thread-safe interface."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from tierkv.errors import ForkError, InvalidInputError, StoreClosedError
+from tierkv.flushing import flush
+from tierkv.hints import Hints
+from tierkv.keys import Extras, KeyChain, Namespace, as_tokens
+from tierkv.loading import Loader
+from tierkv.match import match
+from tierkv.opening import Options, open_core
+from tierkv.reporting import Reporter
+from tierkv.sequence import Sequence, check_fits
+from tierkv.tiers import Tier
+from tierkv.transfer import Transfers
+
+if TYPE_CHECKING:
+    from tierkv.core import Core
+    from tierkv.planner import Rows
+    from tierkv.spec import CacheSpec
+    from tierkv.stats import FlushReport, StoreStats
+
+
+class Store:
+    """Holds the attention state of one model in device, host and disk tiers.
+
+    Thread-safe.  Open it with :meth:`open`; as a context manager it closes on leaving.
+    Faults of a tier are counted misses, never exceptions.
+    """
+
+    def __init__(self, core: Core, reporter: Reporter) -> None:
+        self._core = core
+        self._reporter = reporter
+        self._transfers = Transfers(core)
+        self._loader = Loader(core, self._transfers)
+        self._hints = Hints(core.planner)
+        self._running: set[Sequence] = set()
+        self._pid = os.getpid()
+        self._closed = False
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str] | None,
+        spec: CacheSpec,
+        namespace: Namespace,
+        *,
+        device: int | str = "256MiB",
+        host: int | str | None = "1GiB",
+        disk: int | str | None = "8GiB",
+        torch_device: str = "cpu",
+        policy: str = "lru",
+        write_through: bool = False,
+        codec: str = "raw",
+        boundary_pages: int = 4,
+        io_timeout_s: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> Store:
+        """Open or create a store.
+
+        Args:
+            path: directory of the disk tier; None for a store in memory only.
+            spec: the model's layer groups.
+            namespace: the identity of the pages, built from the same spec.
+            device: bytes of the device pool.
+            host: bytes of the host tier; None for as little as transfers need.
+            disk: bytes of the disk tier; None for none.
+            torch_device: where the device pool lives.
+            policy: ``"lru"`` or ``"frequency"``.
+            write_through: write pages to disk when they are committed, not when they must
+                leave memory.
+            codec: ``"raw"`` or ``"zstd"``, of the disk tier.
+            boundary_pages: a window of sliding layers is kept every so many anchor pages.
+            io_timeout_s: bound of every wait; what misses it is a miss.
+            clock: monotonic seconds, for deadlines and times to live.
+            wall_clock: Unix seconds, for the ages that the CLI shows.
+
+        Raises:
+            InvalidInputError: a budget or option that cannot work.
+            NamespaceMismatchError: the namespace was built from another spec.
+            CapacityError: a tier that cannot have its size, or not hold a page.
+            StoreError: the directory cannot be used (locked, another version, no store).
+        """
+        options = Options(
+            device=device,
+            host=host,
+            disk=disk,
+            torch_device=torch_device,
+            policy=policy,
+            codec=codec,
+            boundary_pages=boundary_pages,
+            write_through=write_through,
+            io_timeout_s=io_timeout_s,
+        )
+        directory = None if path is None else Path(path)
+        core = open_core(directory, spec, namespace, options, clock=clock, wall_clock=wall_clock)
+        return cls(core, Reporter(core, directory if core.disk is not None else None))
+
+    @property
+    def spec(self) -> CacheSpec:
+        """The layer groups of the pages."""
+        return self._core.spec
+
+    @property
+    def namespace(self) -> Namespace:
+        """The identity of the pages."""
+        return self._core.namespace
+
+    @property
+    def closed(self) -> bool:
+        """Whether the store was closed."""
+        return self._closed
+
+    def begin(self, token_ids: Any, *, extras: Extras = (), max_new_tokens: int = 0) -> Sequence:
+        """Begin a sequence: find its longest reusable prefix and bring it in.
+
+        At least the last token is always left to compute.  Pages on disk have been read and
+        verified when this returns; their copies to the device may still run behind the gate.
+
+        Args:
+            token_ids: the prompt: integers, a list, array or tensor of one sequence.
+            extras: (position, digest) of what token ids do not show, such as images.
+            max_new_tokens: tokens that will follow; room for them is checked and reserved.
+
+        Raises:
+            InvalidInputError: no tokens, or ids that are not one sequence of integers.
+            SequenceTooLongError: more than the whole device pool can hold.
+            PoolExhaustedError: running sequences and pins leave too little of the pool.
+        """
+        self._must_be_open()
+        core = self._core
+        tokens = as_tokens(token_ids)
+        if not len(tokens):
+            raise InvalidInputError("begin: token_ids is empty; a sequence needs one token or more")
+        if max_new_tokens < 0:
+            raise InvalidInputError(f"begin: max_new_tokens must be >= 0, got {max_new_tokens}")
+        check_fits(core, len(tokens) + max_new_tokens)
+        chains = self._chains(tokens, extras)
+        with core.lock:
+            self._hints.tick(core.clock())
+        self._transfers.forget_removed()
+        loaded = self._loader.load(chains, tokens, len(tokens) - 1)
+        sequence = Sequence(
+            core, self._loader, self._transfers, chains, tokens, loaded, self._sequence_ended
+        )
+        with core.lock:
+            self._running.add(sequence)
+            core.counters.begins += 1
+            core.counters.prompt_tokens += len(tokens)
+            for tier in Tier:
+                core.counters.found_tokens[tier.label] += getattr(loaded.found, tier.label)
+        try:
+            sequence.reserve(len(tokens) - loaded.tokens + max_new_tokens)
+        except BaseException:
+            sequence.abandon()
+            raise
+        self._reporter.publish(self.stats)
+        return sequence
+
+    def hint(
+        self,
+        token_ids: Any,
+        *,
+        extras: Extras = (),
+        end_of_session: bool = False,
+        ttl_s: float | None = None,
+    ) -> int:
+        """Say what is known of a sequence's future; return how many pages it concerns.
+
+        Args:
+            token_ids: the sequence; the longest prefix that is there is meant.
+            extras: as for :meth:`begin`.
+            end_of_session: it will not come back: the pages only it needs go first.
+            ttl_s: it is expected back within so many seconds: its pages go last until then,
+                and first afterwards, unless they are used.
+        """
+        self._must_be_open()
+        core = self._core
+        with core.lock:
+            now = core.clock()
+            self._hints.tick(now)
+            rows = self._find(token_ids, extras)
+            if not len(rows):
+                return 0
+            concerned = 0
+            if ttl_s is not None:
+                self._hints.keep_for(rows, ttl_s, now)
+                concerned = len(rows)
+            if end_of_session:
+                in_tree = core.index.group(rows) == core.spec.anchor
+                concerned = self._hints.end_session(int(rows[in_tree][-1]), rows[~in_tree])
+            return concerned
+
+    def pin(
+        self, token_ids: Any, *, owner: str, ttl_s: float | None = None, extras: Extras = ()
+    ) -> int:
+        """Keep a sequence's pages in the tiers that hold them now; return how many.
+
+        Raises:
+            InvalidInputError: no owner, or a time to live that is not positive.
+            PinError: more than half of a memory tier would be pinned.
+        """
+        self._must_be_open()
+        with self._core.lock:
+            now = self._core.clock()
+            self._hints.tick(now)
+            rows = self._find(token_ids, extras)
+            return self._hints.pin(rows, owner, ttl_s, now) if len(rows) else 0
+
+    def unpin(self, owner: str) -> int:
+        """End all pins of an owner; return how many pages they held."""
+        self._must_be_open()
+        with self._core.lock:
+            return self._hints.unpin(owner)
+
+    def flush(self) -> FlushReport:
+        """Make every committed page durable; return what is."""
+        self._must_be_open()
+        report = flush(self._core, self._transfers)
+        self._reporter.save_usage()
+        self._reporter.publish(self.stats, pages=True)
+        return report
+
+    def stats(self) -> StoreStats:
+        """Return a snapshot of tiers and counters."""
+        with self._core.lock:
+            return self._reporter.stats(len(self._running), self._hints)
+
+    def check(self) -> None:
+        """Prove that every page and slot is accounted for.
+
+        Raises:
+            AssertionError: an invariant is broken.
+        """
+        core = self._core
+        with core.lock:
+            core.planner.check()
+            self._transfers.check()
+            self._loader.check()
+            private = [slot for sequence in self._running for slot in sequence.private_slots()]
+            assert len(set(private)) == len(private), "two sequences hold one slot"
+            assert core.planner.holds(Tier.DEVICE, private), "a sequence holds a free slot"
+        core.device.check()
+        core.arena.check()
+        if core.disk is not None:
+            core.disk.check()
+
+    def close(self) -> None:
+        """Flush, and release everything; idempotent.  Running sequences are abandoned."""
+        if self._closed:
+            return
+        self._must_be_open()
+        for sequence in list(self._running):
+            sequence.abandon()
+        with self._core.lock:
+            self._hints.clear()
+        try:
+            self.flush()
+        finally:
+            self._closed = True
+            self._reporter.close()
+            self._core.close()
+
+    def __enter__(self) -> Store:
+        """Return the store."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Close the store."""
+        self.close()
+
+    def _chains(self, tokens: Any, extras: Extras) -> list[KeyChain]:
+        chains = [
+            KeyChain(self._core.namespace.root(number), group.page_tokens, extras)
+            for number, group in enumerate(self._core.spec.groups)
+        ]
+        for chain in chains:
+            chain.extend(tokens)
+        return chains
+
+    def _find(self, token_ids: Any, extras: Extras) -> Rows:
+        """Return the pages of the longest prefix that is there.  Call with the lock held."""
+        core = self._core
+        tokens = as_tokens(token_ids)
+        found = match(
+            core.index, core.spec, self._chains(tokens, extras), tokens, limit=len(tokens)
+        )
+        return np.concatenate([group.rows for group in found.groups])
+
+    def _sequence_ended(self, sequence: Sequence) -> None:
+        """Called by a sequence when it has given everything back."""
+        with self._core.lock:
+            self._running.discard(sequence)
+        self._transfers.write_behind()
+        self._reporter.publish(self.stats)
+
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError("the store is closed; open it again")
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"the store belongs to process {self._pid}; open it in the child, after the "
+                "parent has closed it"
+            )

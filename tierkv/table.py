@@ -1,0 +1,119 @@
+"""The page table of a running sequence: which slots hold the tokens of a layer group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from tierkv.spec import GroupKind, LayerGroup
+
+NO_SLOT = -1
+PRIVATE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Rows of an extent: ``pages`` adjacent slots from ``slot``, for tokens from ``start``."""
+
+    slot: int
+    pages: int
+    start: int
+
+
+@dataclass(slots=True)
+class GroupTable:
+    """Page table of one layer group; page ``j`` covers tokens ``[j*p, (j+1)*p)``.
+
+    Attributes:
+        slots: device slot of each page, ``NO_SLOT`` where none is held.
+        rows: index row of a committed page, ``PRIVATE`` for the sequence's own pages.
+    """
+
+    group: LayerGroup
+    slots: list[int] = field(default_factory=list)
+    rows: list[int] = field(default_factory=list)
+    _runs: dict[tuple[int, int], list[Run]] = field(default_factory=dict)
+
+    def missing(self, tokens: int, new: int, boundary_tokens: int) -> list[int]:
+        """Return the pages to allocate before ``new`` tokens are appended to ``tokens``.
+
+        A sliding group keeps the pages of the last window, and of the window before each
+        boundary (a multiple of ``boundary_tokens``) on the way.
+        """
+        after = tokens + new
+        wanted = set(self.group.needed_pages(after))
+        if self.group.kind is GroupKind.SLIDING:
+            for boundary in _boundaries(tokens, after, boundary_tokens):
+                wanted.update(self.group.needed_pages(boundary))
+            # Pages that ended before these tokens are held already, or are not needed.
+            wanted = {page for page in wanted if (page + 1) * self.group.page_tokens > tokens}
+        return [page for page in sorted(wanted) if not self.holds(page)]
+
+    def outdated(self, tokens: int, committed: int, boundary_tokens: int) -> list[int]:
+        """Return the pages that neither the window at ``tokens`` nor a boundary needs.
+
+        Boundaries up to ``committed`` tokens have been saved and need nothing here.
+        """
+        if self.group.kind is not GroupKind.SLIDING:
+            return []
+        keep = set(self.group.needed_pages(tokens))
+        for boundary in _boundaries(committed, tokens, boundary_tokens):
+            keep.update(self.group.needed_pages(boundary))
+        return [page for page in range(len(self.slots)) if self.holds(page) and page not in keep]
+
+    def holds(self, page: int) -> bool:
+        """Return whether a slot holds page ``page``."""
+        return page < len(self.slots) and self.slots[page] != NO_SLOT
+
+    def set(self, page: int, slot: int, row: int = PRIVATE) -> None:
+        """Record that ``slot`` holds page ``page``."""
+        grow = page + 1 - len(self.slots)
+        if grow > 0:
+            self.slots.extend([NO_SLOT] * grow)
+            self.rows.extend([PRIVATE] * grow)
+        self.slots[page], self.rows[page] = slot, row
+        self._runs.clear()
+
+    def drop(self, page: int) -> int:
+        """Forget page ``page``; return the slot that held it."""
+        slot = self.slots[page]
+        self.slots[page], self.rows[page] = NO_SLOT, PRIVATE
+        self._runs.clear()
+        return slot
+
+    def runs(self, start: int, stop: int) -> list[Run]:
+        """Return the extents that hold the pages touching tokens ``[start, stop)``."""
+        size = self.group.page_tokens
+        key = (start // size, -(-stop // size))
+        found = self._runs.get(key)
+        if found is None:
+            found = self._runs[key] = self._find_runs(*key)
+        return found
+
+    def private_slots(self) -> Iterator[int]:
+        """Yield the slots that belong to the sequence alone."""
+        for slot, row in zip(self.slots, self.rows, strict=True):
+            if slot != NO_SLOT and row == PRIVATE:
+                yield slot
+
+    def shared_rows(self) -> Iterator[int]:
+        """Yield the index rows of the committed pages held."""
+        for slot, row in zip(self.slots, self.rows, strict=True):
+            if slot != NO_SLOT and row != PRIVATE:
+                yield row
+
+    def _find_runs(self, first: int, last: int) -> list[Run]:
+        runs: list[Run] = []
+        for page in range(first, last):
+            slot = self.slots[page]
+            assert slot != NO_SLOT, f"page {page} of group {self.group.name!r} is not held"
+            if runs and runs[-1].slot + runs[-1].pages == slot:
+                runs[-1] = Run(runs[-1].slot, runs[-1].pages + 1, runs[-1].start)
+            else:
+                runs.append(Run(slot, 1, page * self.group.page_tokens))
+        return runs
+
+
+def _boundaries(after: int, until: int, step: int) -> range:
+    """Return the multiples of ``step`` in ``(after, until]``."""
+    return range((after // step + 1) * step, until + 1, step)
