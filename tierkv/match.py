@@ -1,0 +1,145 @@
+"""The longest prefix of a sequence that every layer group can resume.
+
+Each group says which lengths it accepts, given the pages that are there (``_accept``).
+The answer is the largest length that all accept: starting from the limit, each group in
+turn lowers it to the largest length it accepts, until none does.  A page that reaches
+beyond the answer is used in part.
+
+Tails are looked for below the pages of the spec's anchor group: their lengths say where
+turns have ended, and for these ends every group's tail key is computed and looked up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tierkv._accept import Acceptor, make_acceptor
+from tierkv.index import ANYWHERE, PrefixIndex
+from tierkv.keys import KeyChain, TokenArray, key_array
+from tierkv.spec import CacheSpec
+
+# Turn ends tried, the farthest first; each costs one hash a group.
+MAX_ENDS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class GroupMatch:
+    """The pages of one layer group that resume a prefix.
+
+    Attributes:
+        rows: index rows of the group's needed pages, in order.
+        first_page: page number of the first of them.
+        partial: the last one is a tail page or only used in part, so it must be copied
+            before anything is appended to it.
+    """
+
+    rows: NDArray[np.int32]
+    first_page: int
+    partial: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A prefix that can be resumed: its length in tokens, and its pages by group."""
+
+    tokens: int
+    groups: tuple[GroupMatch, ...]
+
+
+def match(
+    index: PrefixIndex,
+    spec: CacheSpec,
+    chains: Sequence[KeyChain],
+    tokens: TokenArray,
+    *,
+    limit: int,
+    within: int = ANYWHERE,
+) -> Match:
+    """Return the longest prefix that all layer groups can resume.
+
+    Reads the index only: touching and pinning the rows is the caller's decision.
+
+    Args:
+        index: the prefix index.
+        spec: the layer groups.
+        chains: key chain of each group, extended over all ``tokens``.
+        tokens: the whole sequence.
+        limit: longest prefix wanted; at most the length of ``tokens``.
+        within: the tiers whose pages count, as bits ``1 << tier``.
+    """
+    limit = min(limit, len(tokens))
+    groups = [
+        make_acceptor(
+            group, index.find(chain.array(0, group.pages_for(limit)), within=within), limit
+        )
+        for group, chain in zip(spec.groups, chains, strict=True)
+    ]
+    length = _longest(groups, limit)
+    if length < limit:
+        ends = _turn_ends(index, spec.anchor, chains, groups, (length, len(tokens)))
+        if _add_tails(index, chains, groups, tokens, ends, within):
+            length = _longest(groups, limit)
+    return Match(length, tuple(_select(group, length) for group in groups))
+
+
+def _longest(groups: Sequence[Acceptor], limit: int) -> int:
+    """Return the largest length up to ``limit`` that all groups accept."""
+    length, before = limit, -1
+    while length != before:
+        before = length
+        for group in groups:
+            length = group.floor(length)
+    return length
+
+
+def _select(group: Acceptor, length: int) -> GroupMatch:
+    pages = group.group.needed_pages(length)
+    rows = group.rows[pages.start : pages.stop].copy()
+    partial = length % group.size != 0
+    if partial:
+        rows[-1] = group.last_row(length)
+    return GroupMatch(rows, pages.start, partial)
+
+
+def _turn_ends(
+    index: PrefixIndex,
+    anchor: int,
+    chains: Sequence[KeyChain],
+    groups: Sequence[Acceptor],
+    between: tuple[int, int],
+) -> list[int]:
+    """Return the lengths in (first, last] at which turns may have ended, farthest first."""
+    chain, size = chains[anchor], groups[anchor].size
+    farthest = max(len(group.rows) * group.size for group in groups)
+    if len(groups) == 1:
+        farthest = groups[0].reach
+    first, last = between[0] // size, min(farthest, between[1]) // size
+    parents = key_array(chain.parent(page) for page in range(first, last + 1))
+    ends = {(first + page) * size + tokens for page, tokens in index.tail_ends(parents, anchor)}
+    if any(size % group.size for group in groups):
+        # A turn that ended with a full anchor page may have left tails in other groups.
+        ends.update(page * size for page in range(first, last + 1))
+    inside = [end for end in ends if between[0] < end <= between[1]]
+    return sorted(inside, reverse=True)[:MAX_ENDS]
+
+
+def _add_tails(
+    index: PrefixIndex,
+    chains: Sequence[KeyChain],
+    groups: Sequence[Acceptor],
+    tokens: TokenArray,
+    ends: Sequence[int],
+    within: int,
+) -> bool:
+    """Look up every group's tails at these ends; return whether any is there."""
+    wanted = [(g, end) for end in ends for g, group in enumerate(groups) if group.wants_tail(end)]
+    keys = key_array(chains[g].tail(tokens[:end]) for g, end in wanted)
+    rows = index.find(keys, within=within).tolist()
+    there = [(g, end, row) for (g, end), row in zip(wanted, rows, strict=True) if row >= 0]
+    for g, end, row in there:
+        groups[g].add_tail(end, row)
+    return bool(there)
