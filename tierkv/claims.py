@@ -35,6 +35,12 @@ class Claims:
             self._core.index.unpin(_one(row), old)
             self._tiers[row] = tier
 
+    def end(self, row: int) -> None:
+        """Unpin a page's copy."""
+        with self._core.lock:
+            self._core.index.unpin(_one(row), self._tiers.pop(row))
+            self._core.settled.notify_all()
+
     def tier(self, row: int) -> Tier:
         """Return where a page's pinned copy is."""
         return self._tiers[row]

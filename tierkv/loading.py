@@ -225,6 +225,7 @@ class Loader:
                     private[row] = spare.pop(row)
                     moves.append((row, tier, core.slot(row, tier), private[row]))
                     sources.add(row, tier)
+                    claims.end(row)
                 elif tier is not Tier.DEVICE:
                     slot = spare.pop(row)
                     moves.append((row, tier, core.slot(row, tier), slot))
