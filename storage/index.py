@@ -1,0 +1,334 @@
+"""The persistent index: page key to slot, in LMDB, with guards against its failure modes.
+
+LMDB does not notice a flipped bit and kills the process when its file is cut short.  So each
+record carries its own checksum, and the file's length is checked before every use.  One
+thread writes (the tier's writer); others may read.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import lmdb
+
+from tierkv.errors import StoreError
+from tierkv.storage.backend import IOBackend
+from tierkv.storage.format import IndexRecord, decode_record, encode_record
+
+START_MAP_BYTES = 16 << 20
+_META_PAGE = mmap.PAGESIZE
+_MAGIC = 0xBEEFC0DE
+_USAGE = struct.Struct("<QQ")
+_SCAN_BATCH = 2048
+
+
+class IndexDamagedError(StoreError):
+    """The index file cannot be trusted; it is rebuilt from the slabs."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexHead:
+    """The newer of LMDB's two meta pages."""
+
+    txnid: int
+    last_page: int
+
+
+def read_head(fd: int, name: str) -> IndexHead:
+    """Check that a data file is as long as its meta pages say, and return the newer one.
+
+    Raises:
+        IndexDamagedError: empty, no meta page, or cut short (LMDB would die of SIGBUS).
+    """
+    try:
+        size = os.fstat(fd).st_size
+        pages = [os.pread(fd, 256, at) for at in (0, _META_PAGE)]
+    except OSError as error:
+        raise IndexDamagedError(f"{name}: {error.strerror}") from error
+    heads = [
+        IndexHead(*reversed(struct.unpack_from("<QQ", page, 136)))
+        for page in pages
+        if len(page) == 256 and struct.unpack_from("<I", page, 16)[0] == _MAGIC
+    ]
+    if not heads:
+        raise IndexDamagedError(f"{name}: no LMDB meta page")
+    newest = max(heads, key=lambda head: head.txnid)
+    if (newest.last_page + 1) * _META_PAGE > size:
+        raise IndexDamagedError(
+            f"{name}: {size} bytes long, its meta page says {(newest.last_page + 1) * _META_PAGE}"
+        )
+    return newest
+
+
+class LmdbIndex:
+    """The index of an open store.
+
+    Databases: ``pages`` (key to record), ``usage`` (key to hits and last use), ``names``
+    (namespace digest to description).
+    """
+
+    def __init__(
+        self,
+        path: str,
+        backend: IOBackend,
+        *,
+        read_only: bool = False,
+        map_bytes: int = START_MAP_BYTES,
+        max_map_bytes: int = 1 << 40,
+    ) -> None:
+        """Open (or create) the index at ``path``.
+
+        Raises:
+            IndexDamagedError: the file cannot be trusted.
+        """
+        self._path = path
+        self._backend = backend
+        self._max_map_bytes = max_map_bytes
+        # Held while the map is resized and while a batch is read: LMDB forbids both at once.
+        self._map_lock = threading.Lock()
+        self._open = True
+        self._data = os.path.join(path, "data.mdb")
+        exists = os.path.exists(self._data)
+        if exists:
+            self._fd = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
+        elif read_only:
+            raise IndexDamagedError(f"{self._data}: missing")
+        try:
+            if exists:
+                self.head()
+                map_bytes = max(map_bytes, os.path.getsize(self._data))
+            self._env = self._open_env(read_only, map_bytes)
+        except BaseException:
+            if exists:
+                os.close(self._fd)
+            raise
+        if not exists:
+            self._fd = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
+
+    def _open_env(self, read_only: bool, map_bytes: int) -> lmdb.Environment:
+        try:
+            env = lmdb.open(
+                self._path,
+                map_size=map_bytes,
+                max_dbs=4,
+                sync=False,
+                writemap=False,
+                readonly=read_only,
+                mode=0o600,
+            )
+        except lmdb.Error as error:
+            raise IndexDamagedError(f"{self._path}: {error}") from error
+        try:
+            env.reader_check()
+            self._pages, self._usage, self._names = (
+                env.open_db(name, create=not read_only) for name in (b"pages", b"usage", b"names")
+            )
+        except lmdb.Error as error:
+            env.close()
+            raise IndexDamagedError(f"{self._path}: {error}") from error
+        return env
+
+    @property
+    def map_bytes(self) -> int:
+        """Size of the map; doubled by the writer thread when it is full."""
+        return int(self._env.info()["map_size"])
+
+    def commit(
+        self,
+        *,
+        delete: Iterable[bytes] = (),
+        put: Sequence[bytes] = (),
+        keys: Sequence[bytes] = (),
+        usage: Mapping[bytes, tuple[int, int]] | None = None,
+        names: Mapping[bytes, str] | None = None,
+    ) -> None:
+        """Apply one transaction: deletions first, then records, usage and names.
+
+        Args:
+            delete: page keys to drop, with their usage.
+            put: encoded records, under ``keys``.
+            keys: keys of ``put``.
+            usage: hits and last use by key; ignored for pages that are not there.
+            names: descriptions of namespaces.
+
+        Raises:
+            IndexDamagedError: the file was cut short or is damaged.
+            lmdb.Error: the disk is full, or I/O failed; nothing was changed.
+        """
+        delete = list(delete)
+        while True:
+            self.head()
+            try:
+                self._commit_once(delete, put, keys, usage or {}, names or {})
+                return
+            except lmdb.MapFullError:
+                self._grow()
+
+    def _commit_once(
+        self,
+        delete: Sequence[bytes],
+        put: Sequence[bytes],
+        keys: Sequence[bytes],
+        usage: Mapping[bytes, tuple[int, int]],
+        names: Mapping[bytes, str],
+    ) -> None:
+        txn = self._env.begin(write=True)
+        try:
+            for key in delete:
+                txn.delete(key, db=self._pages)
+                txn.delete(key, db=self._usage)
+            for key, value in zip(keys, put, strict=True):
+                txn.put(key, value, db=self._pages)
+            for key, (hits, last_used) in usage.items():
+                if txn.get(key, db=self._pages) is not None:
+                    txn.put(key, _USAGE.pack(hits, last_used), db=self._usage)
+            for digest, text in names.items():
+                txn.put(digest, text.encode(), db=self._names)
+            self._backend.commit_index(self._path, txn.commit)
+        except BaseException:
+            txn.abort()
+            raise
+
+    def _grow(self) -> None:
+        with self._map_lock:
+            size = self.map_bytes * 2
+            if size > self._max_map_bytes:
+                raise lmdb.MapFullError(f"index map at its bound of {self.map_bytes} bytes")
+            self._env.set_mapsize(size)
+
+    def sync(self) -> None:
+        """Make all commits so far durable."""
+        self._backend.sync_index(self._path, lambda: self._env.sync(True))
+
+    def head(self) -> IndexHead:
+        """Check the file's length and return its newer meta page.
+
+        Raises:
+            IndexDamagedError: the file was cut short or is damaged.
+        """
+        return read_head(self._fd, self._data)
+
+    def get(self, key: bytes) -> IndexRecord | None:
+        """Return the record under ``key`` if it is there and checks out."""
+        with self._map_lock:
+            value = self._begin_get(self._pages, key)
+        return None if value is None else decode_record(key, value)
+
+    def records(self) -> Iterator[tuple[bytes, bytes]]:
+        """Yield (key, encoded record) of all pages in key order.
+
+        Reads in batches of one short transaction each, so commits in between may or may not
+        be seen, and a slow consumer holds nothing up.
+        """
+        return self._items(self._pages)
+
+    def usage(self, keys: Sequence[bytes]) -> list[tuple[int, int]]:
+        """Return (hits, last use) of pages, zeros where nothing was recorded."""
+        with self._map_lock:
+            self._check_readable()
+            with self._begin() as txn:
+                values = [txn.get(key, db=self._usage) for key in keys]
+        return [_USAGE.unpack(v) if v and len(v) == _USAGE.size else (0, 0) for v in values]
+
+    def all_usage(self) -> Iterator[tuple[bytes, tuple[int, int]]]:
+        """Yield what was recorded of every page."""
+        for key, value in self._items(self._usage):
+            if len(value) == _USAGE.size:
+                yield key, _USAGE.unpack(value)
+
+    def names(self) -> dict[bytes, str]:
+        """Return the descriptions of namespaces by digest."""
+        return {key: value.decode(errors="replace") for key, value in self._items(self._names)}
+
+    def _items(self, db: Any) -> Iterator[tuple[bytes, bytes]]:
+        after: bytes | None = None
+        while True:
+            with self._map_lock:
+                batch = self._batch(db, after)
+            yield from batch
+            if len(batch) < _SCAN_BATCH:
+                return
+            after = batch[-1][0]
+
+    def _batch(self, db: Any, after: bytes | None) -> list[tuple[bytes, bytes]]:
+        self._check_readable()
+        try:
+            with self._begin() as txn, txn.cursor(db=db) as cursor:
+                found = cursor.first() if after is None else cursor.set_range(after)
+                if found and after is not None and cursor.key() == after:
+                    found = cursor.next()
+                batch: list[tuple[Any, Any]] = []
+                while found and len(batch) < _SCAN_BATCH:
+                    batch.append(cursor.item())
+                    found = cursor.next()
+                return batch
+        except lmdb.Error as error:
+            raise IndexDamagedError(f"{self._path}: {error}") from error
+
+    def _begin_get(self, db: Any, key: bytes) -> bytes | None:
+        self._check_readable()
+        with self._begin() as txn:
+            value: Any = txn.get(key, db=db)
+        return None if value is None else bytes(value)
+
+    def _begin(self) -> lmdb.Transaction:
+        try:
+            return self._env.begin()
+        except lmdb.MapResizedError:  # a live writer in another process grew the map
+            self._env.set_mapsize(0)
+            return self._env.begin()
+
+    def _check_readable(self) -> None:
+        if not self._open:
+            raise IndexDamagedError(f"{self._path}: closed")
+        self.head()
+
+    def close(self) -> None:
+        """Close without syncing.  Safe to call twice."""
+        with self._map_lock:
+            if self._open:
+                self._open = False
+                self._env.close()
+                os.close(self._fd)
+
+
+def write_index(
+    path: str,
+    backend: IOBackend,
+    records: Iterable[IndexRecord],
+    *,
+    usage: Mapping[bytes, tuple[int, int]],
+    names: Mapping[bytes, str],
+) -> None:
+    """Create a new index at ``path`` with the given records, and make it durable."""
+    os.makedirs(path, mode=0o700)
+    index = LmdbIndex(path, backend)
+    try:
+        batch: list[IndexRecord] = []
+        for record in records:
+            batch.append(record)
+            if len(batch) == 4096:
+                _put_batch(index, batch, usage)
+                batch: list[tuple[Any, Any]] = []
+        _put_batch(index, batch, usage)
+        index.commit(names=names)
+        index.sync()
+    finally:
+        index.close()
+
+
+def _put_batch(
+    index: LmdbIndex, batch: Sequence[IndexRecord], usage: Mapping[bytes, tuple[int, int]]
+) -> None:
+    keys = [record.info.key for record in batch]
+    index.commit(
+        put=[encode_record(record) for record in batch],
+        keys=keys,
+        usage={key: usage[key] for key in keys if key in usage},
+    )

@@ -1,0 +1,167 @@
+"""Finding the pages of a store at open: from its index after an orderly close, else by scan."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from tierkv.storage.backend import IOBackend, sync_directory
+from tierkv.storage.format import IndexRecord, decode_record, encode_record, record_of, record_sum
+from tierkv.storage.index import IndexDamagedError, LmdbIndex, write_index
+from tierkv.storage.layout import CleanMark, Layout, SlabMeta
+from tierkv.storage.slotio import SlotIO
+
+logger = logging.getLogger(__name__)
+
+Loaded = list[tuple[IndexRecord, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Scan:
+    """What the slot headers say."""
+
+    records: list[IndexRecord]
+    max_seq: int
+
+
+@dataclass(frozen=True, slots=True)
+class Salvage:
+    """What an index that is not to be trusted still told: nothing wrong follows from it."""
+
+    usage: dict[bytes, tuple[int, int]] = field(default_factory=dict)
+    names: dict[bytes, str] = field(default_factory=dict)
+
+
+def load_clean_index(
+    layout: Layout, backend: IOBackend, mark: CleanMark
+) -> tuple[LmdbIndex, Loaded, int] | None:
+    """Open the index of a store that was closed in order.
+
+    The marker says how many records there are and what their checksums add up to, so a lost
+    or older index is noticed, not only a damaged record.
+
+    Returns:
+        The index, its records with their checksums, and the highest sequence number; None
+        when the index does not live up to the marker.
+    """
+    try:
+        index = LmdbIndex(layout.index, backend)
+    except IndexDamagedError as error:
+        logger.warning("%s; rebuilding it from the slabs", error)
+        return None
+    try:
+        loaded = list(_decode_all(index))
+        total = sum(checksum for _, checksum in loaded) % (1 << 64)
+        if len(loaded) == mark.pages and total == mark.record_sum:
+            return index, loaded, mark.max_seq
+        logger.warning("%s: older than its shutdown marker; rebuilding it", layout.index)
+    except IndexDamagedError as error:
+        logger.warning("%s; rebuilding it from the slabs", error)
+    index.close()
+    return None
+
+
+def load_live_index(layout: Layout, backend: IOBackend) -> tuple[LmdbIndex, Loaded] | None:
+    """Open the index read-only as it is now: beside a live writer, or after its death.
+
+    Damaged records are left out; every read checks the slot anyway.
+    """
+    try:
+        index = LmdbIndex(layout.index, backend, read_only=True)
+    except IndexDamagedError:
+        return None
+    try:
+        decoded = ((decode_record(k, v), record_sum(v)) for k, v in index.records())
+        return index, [(record, total) for record, total in decoded if record is not None]
+    except IndexDamagedError:
+        index.close()
+        return None
+
+
+def _decode_all(index: LmdbIndex) -> Iterator[tuple[IndexRecord, int]]:
+    for key, value in index.records():
+        record = decode_record(key, value)
+        if record is None:
+            raise IndexDamagedError(f"index record {key[:8].hex()} does not match its checksum")
+        yield record, record_sum(value)
+
+
+def scan_slabs(slot_io: SlotIO, slabs: Sequence[SlabMeta], threads: int) -> Scan:
+    """Read every slot header; where a key was written twice, the later write counts.
+
+    Only headers are checked here: payloads are checked whenever they are read.
+    """
+    newest: dict[bytes, IndexRecord] = {}
+    max_seq = 0
+    with ThreadPoolExecutor(threads, thread_name_prefix="tierkv-scan") as pool:
+        for records in pool.map(lambda slab: _scan_slab(slot_io, slab), slabs):
+            for record in records:
+                max_seq = max(max_seq, record.seq)
+                known = newest.get(record.info.key)
+                if known is None or known.seq < record.seq:
+                    newest[record.info.key] = record
+    return Scan(list(newest.values()), max_seq)
+
+
+def _scan_slab(slot_io: SlotIO, slab: SlabMeta) -> list[IndexRecord]:
+    records = []
+    for slot in range(slab.slots):
+        try:
+            header = slot_io.read_header(slab, slot)
+        except OSError as error:
+            logger.warning("slab %04d slot %d: %s", slab.id, slot, error.strerror)
+            continue
+        if header is not None:
+            records.append(record_of(header, slab.id))
+    return records
+
+
+def set_index_aside(layout: Layout, backend: IOBackend) -> Salvage:
+    """Move an untrusted index away and read what is harmless from it.
+
+    It is moved first: should reading it kill the process, the next open finds it gone.
+    """
+    old = layout.index + ".old"
+    remove_index(old, backend)
+    remove_index(layout.index + ".new", backend)
+    if not os.path.isdir(layout.index):
+        return Salvage()
+    backend.rename(layout.index, old)
+    salvage = Salvage()
+    try:
+        index = LmdbIndex(old, backend)
+    except IndexDamagedError as error:
+        logger.warning("%s", error)
+        return salvage
+    try:
+        salvage.names.update(index.names())
+        salvage.usage.update(index.all_usage())
+    except IndexDamagedError as error:
+        logger.warning("%s", error)
+    finally:
+        index.close()
+    return salvage
+
+
+def rebuild_index(
+    layout: Layout, backend: IOBackend, records: Sequence[IndexRecord], salvage: Salvage
+) -> tuple[LmdbIndex, Loaded]:
+    """Write a new index beside, put it into place, and open it."""
+    new = layout.index + ".new"
+    write_index(new, backend, records, usage=salvage.usage, names=salvage.names)
+    sync_directory(new)
+    backend.rename(new, layout.index)
+    remove_index(layout.index + ".old", backend)
+    index = LmdbIndex(layout.index, backend)
+    return index, [(record, record_sum(encode_record(record))) for record in records]
+
+
+def remove_index(path: str, backend: IOBackend) -> None:
+    """Remove an index directory, if it is there."""
+    if os.path.isdir(path):
+        for name in ("data.mdb", "lock.mdb"):
+            backend.remove_file(os.path.join(path, name))
+        os.rmdir(path)

@@ -1,0 +1,457 @@
+"""The SSD tier: pages in preallocated slab files, found through a persistent index."""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from tierkv.errors import ForkError, InvalidInputError, StoreClosedError, StoreReadOnlyError
+from tierkv.storage.aligned import ByteArray
+from tierkv.storage.backend import IOBackend, OsBackend
+from tierkv.storage.clock import Clock, SystemClock
+from tierkv.storage.core import Core, SsdConfig
+from tierkv.storage.counters import COUNTED, SsdStats
+from tierkv.storage.format import PAGE_TAIL, PageInfo, decode_record
+from tierkv.storage.index import LmdbIndex
+from tierkv.storage.opening import open_core
+from tierkv.storage.reader import Reader
+from tierkv.storage.tickets import ReadTicket, WriteTicket
+from tierkv.storage.types import (
+    FlushReport,
+    PageWrite,
+    ReadStatus,
+    VerifyReport,
+    WriteStatus,
+    check_buffer,
+    check_page,
+)
+from tierkv.storage.verify import verify_core
+from tierkv.storage.writer import Writer
+
+__all__ = [
+    "PAGE_TAIL",
+    "FlushReport",
+    "PageInfo",
+    "PageWrite",
+    "ReadStatus",
+    "ReadTicket",
+    "SsdStats",
+    "SsdTier",
+    "VerifyReport",
+    "WriteStatus",
+    "WriteTicket",
+]
+
+logger = logging.getLogger(__name__)
+
+EXIT_TIMEOUT_S = 5.0
+_USAGE_BATCH = 512
+
+
+class SsdTier:
+    """One directory of pages on disk.  Thread-safe; owned by one process at a time.
+
+    A read returns exactly the bytes that were put under the key, or it is a miss: a storage
+    fault is counted, never raised.  What ``flush`` reports survives anything; what was
+    written before the process died is found again when the directory is next opened.
+
+    Misuse raises: ``StoreClosedError`` after ``close``, ``ForkError`` in a forked child,
+    ``InvalidInputError`` for a page that cannot fit.
+    """
+
+    def __init__(self, core: Core) -> None:
+        """Use ``SsdTier.open``."""
+        self._core = core
+        self._writer = None
+        if isinstance(core.index, LmdbIndex) and not core.config.read_only:
+            self._writer = Writer(core, core.index)
+        self._reader = Reader(core, self._writer)
+        self._parts = _Parts(core, self._reader, self._writer)
+        self._finalizer = weakref.finalize(self, self._parts.abandon)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        *,
+        capacity_bytes: int,
+        slot_payload_bytes: int,
+        codec: str = "raw",
+        io_threads: int = 2,
+        sync_interval_s: float = 2.0,
+        io_timeout_s: float = 30.0,
+        direct: bool = True,
+        read_only: bool = False,
+        slab_bytes: int | None = None,
+        max_queue_bytes: int = 1 << 30,
+        breaker_threshold: int = 8,
+        namespaces: Mapping[bytes, str] | None = None,
+        backend: IOBackend | None = None,
+        clock: Clock | None = None,
+    ) -> SsdTier:
+        """Open a store directory, creating it when it is missing or empty.
+
+        Args:
+            path: the directory.
+            capacity_bytes: bound on the slab files; cut, with a warning, to what the
+                filesystem has free.
+            slot_payload_bytes: the largest page; each page takes one slot of this size plus a
+                4 KiB header.
+            codec: ``"raw"``, or ``"zstd"`` to compress payloads where that gains 5 %.
+            io_threads: threads, and so depth, for reading and as many for writing.
+            sync_interval_s: the index is made durable this long after a change.
+            io_timeout_s: how long a read may take before it is a miss.
+            direct: use O_DIRECT where the filesystem allows it.
+            read_only: look only: no lock is taken and nothing is written, so another process
+                may be using the directory.
+            slab_bytes: size of new slab files; chosen from the capacity when None.
+            max_queue_bytes: bound on payload bytes waiting to be written.
+            breaker_threshold: I/O errors in a row that take the tier out of service.
+            namespaces: digests and descriptions of namespaces, kept for people to read.
+            backend: the operating system, or a test's stand-in.
+            clock: likewise.
+
+        Raises:
+            StoreLockedError: another process owns the directory.
+            NotAStoreError: something else is in the directory (or nothing, read-only).
+            StoreVersionError: written by another version of the format.
+            StoreReadOnlyError: on a read-only filesystem.
+            StoreError: the directory cannot be used.
+            CapacityError: the capacity holds no page, or exceeds the filesystem.
+            InvalidInputError: an argument makes no sense.
+        """
+        config = SsdConfig(
+            path=os.path.abspath(os.fspath(path)),
+            capacity_bytes=capacity_bytes,
+            slot_payload_bytes=slot_payload_bytes,
+            codec=codec,
+            io_threads=io_threads,
+            sync_interval_s=sync_interval_s,
+            io_timeout_s=io_timeout_s,
+            direct=direct,
+            read_only=read_only,
+            slab_bytes=slab_bytes,
+            max_queue_bytes=max_queue_bytes,
+            breaker_threshold=breaker_threshold,
+            namespaces=dict(namespaces or {}),
+        )
+        return cls(open_core(config, backend or OsBackend(), clock or SystemClock()))
+
+    # -- pages ---------------------------------------------------------------------------
+
+    @property
+    def path(self) -> str:
+        """The directory."""
+        return self._core.config.path
+
+    @property
+    def capacity_pages(self) -> int:
+        """How many pages of ``slot_payload_bytes`` fit."""
+        return self._core.capacity_pages
+
+    @property
+    def read_only(self) -> bool:
+        """Whether this tier was opened for reading only."""
+        return self._writer is None
+
+    def put(
+        self,
+        pages: Sequence[PageWrite],
+        *,
+        done: Callable[[list[WriteStatus]], None] | None = None,
+    ) -> WriteTicket:
+        """Queue pages for writing and return at once.
+
+        The payloads' memory must not change until the ticket is done.  Written pages are
+        found from then on, and are durable after the next flush (or index sync).
+
+        Args:
+            pages: what to write; a page whose key is present already is not written again.
+            done: called with the statuses on the writer thread, once pages are published.
+
+        Raises:
+            InvalidInputError: a page that does not fit; nothing was queued.
+            StoreClosedError, ForkError: see the class.
+        """
+        self._enter()
+        for page in pages:
+            check_page(page, self._core.config.slot_payload_bytes)
+        ticket = WriteTicket(len(pages), self._core.counters)
+        if done is not None:
+            ticket.add_done_callback(done)
+        self._core.counters.add("put_pages", len(pages))
+        if self._writer is None:
+            self._core.counters.add("rejected_read_only", len(pages))
+            for position in range(len(pages)):
+                ticket.resolve(position, WriteStatus.READ_ONLY)
+        else:
+            self._writer.put(pages, ticket)
+        return ticket
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        destinations: Sequence[ByteArray],
+        *,
+        namespace: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> list[ReadStatus]:
+        """Read pages and wait for them; see ``submit_read``."""
+        ticket = self.submit_read(keys, destinations, namespace=namespace, timeout_s=timeout_s)
+        return ticket.wait()
+
+    def submit_read(
+        self,
+        keys: Sequence[bytes],
+        destinations: Sequence[ByteArray],
+        *,
+        namespace: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> ReadTicket:
+        """Start reading pages, each checked in full before it counts as a hit.
+
+        Args:
+            keys: which pages.
+            destinations: for each page, an array of exactly its size (another size is a
+                miss); memory on 4 KiB boundaries is read into without a copy.
+            namespace: the namespace the pages must belong to; None accepts any.
+            timeout_s: deadline for ``wait``; ``io_timeout_s`` when None.
+
+        Returns:
+            A ticket.  A destination holds a page where its status is ``HIT``, and anything
+            elsewhere (what it held before, for a miss without I/O); it stays in use until the
+            ticket is settled, which after a timeout may be later than ``wait`` returns.
+        """
+        self._enter(closed_ok=True)
+        if len(keys) != len(destinations):
+            raise InvalidInputError(f"read: {len(keys)} keys but {len(destinations)} destinations")
+        for destination in destinations:
+            check_buffer(destination, "read destination")
+        timeout = self._core.config.io_timeout_s if timeout_s is None else timeout_s
+        return self._reader.submit(keys, destinations, namespace, timeout)
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return which pages are here."""
+        self._enter(closed_ok=True)
+        return self._core.catalog.contains(keys)
+
+    def delete(self, keys: Sequence[bytes]) -> int:
+        """Remove pages, including those that earlier puts have still to write.
+
+        Gone at once for readers; their slots are reused after the next index sync.
+
+        Returns:
+            How many there were.
+
+        Raises:
+            StoreReadOnlyError: opened read-only.
+        """
+        self._enter()
+        if self._writer is None:
+            raise StoreReadOnlyError(f"{self.path}: opened read-only; nothing can be deleted")
+        return self._writer.delete(keys)
+
+    def pages(self) -> Iterator[tuple[PageInfo, int, int]]:
+        """Yield (info, hits, last use in Unix seconds) of all pages, from the index alone.
+
+        Beside a writer, pages that come or go meanwhile may or may not appear.
+        """
+        self._enter()
+        batch: list[PageInfo] = []
+        for key, value in self._core.index.records():
+            record = decode_record(key, value)
+            if record is not None:
+                batch.append(record.info)
+            if len(batch) == _USAGE_BATCH:
+                yield from self._with_usage(batch)
+                batch = []
+        yield from self._with_usage(batch)
+
+    def _with_usage(self, infos: Sequence[PageInfo]) -> Iterator[tuple[PageInfo, int, int]]:
+        usage = self._core.index.usage([info.key for info in infos])
+        for info, (hits, last_used) in zip(infos, usage, strict=True):
+            yield info, hits, last_used
+
+    @property
+    def namespaces(self) -> dict[bytes, str]:
+        """Descriptions of the namespaces ever opened here, by digest."""
+        self._enter()
+        return self._core.index.names()
+
+    def record_usage(self, usage: Mapping[bytes, tuple[int, int]]) -> None:
+        """Keep (hits, last use in Unix seconds) of pages; written with the next flush."""
+        self._enter()
+        if self._writer is not None:
+            self._writer.record_usage(usage)
+
+    def take_removed(self) -> list[bytes]:
+        """Return the pages that the tier dropped by itself since the last call."""
+        return self._core.removed.take()
+
+    # -- the whole tier ------------------------------------------------------------------
+
+    def flush(self, timeout_s: float | None = None) -> FlushReport:
+        """Make everything put or deleted before durable, and say what is.
+
+        Args:
+            timeout_s: how long to wait; None waits as long as the device takes.
+        """
+        self._enter()
+        catalog = self._core.catalog
+        if self._writer is None:
+            return FlushReport(len(catalog), catalog.page_bytes, True, [])
+        report = self._writer.flush().wait(timeout_s)
+        if report is None:
+            return FlushReport(0, 0, False, [])
+        return report
+
+    def verify(
+        self, *, repair: bool = False, progress: Callable[[int, int], None] | None = None
+    ) -> VerifyReport:
+        """Read and check every page at rest, and compare index, memory and files.
+
+        Args:
+            repair: drop the pages that are bad.
+            progress: called with (pages checked, pages in all).
+
+        Raises:
+            StoreReadOnlyError: a repair was asked of a read-only tier.
+        """
+        self._enter()
+        if repair and self._writer is None:
+            raise StoreReadOnlyError(f"{self.path}: opened read-only; nothing can be repaired")
+        return verify_core(self._core, self._writer, repair=repair, progress=progress)
+
+    def stats(self) -> SsdStats:
+        """Return state and counters."""
+        self._check_process()
+        core = self._core
+        counts = core.catalog.counts()
+        counted = core.counters.snapshot()
+        unallocated = max(0, core.capacity_bytes - core.files.total_bytes) // core.slot_bytes
+        return SsdStats(
+            capacity_bytes=core.capacity_pages * core.slot_bytes,
+            used_bytes=core.catalog.used_bytes,
+            pages=len(core.catalog),
+            page_bytes=core.catalog.page_bytes,
+            free_slots=counts.free + unallocated,
+            deferred_slots=counts.doomed + counts.deferred,
+            writing_slots=counts.writing,
+            slabs=len(core.catalog.slab_metas()),
+            slab_bytes=core.files.total_bytes,
+            direct=core.files.direct,
+            read_only=self._writer is None or core.write_fault is not None,
+            write_fault=core.write_fault,
+            breaker="open" if core.breaker.is_open else "closed",
+            clean_open=core.clean_open,
+            recover_seconds=core.recover_seconds,
+            recovered_pages=core.recovered_pages,
+            queue_bytes=0 if self._writer is None else self._writer.queued_bytes,
+            reads_in_flight=self._reader.in_flight,
+            errors_by_kind={
+                name.removeprefix("error_"): n
+                for name, n in counted.items()
+                if name.startswith("error_")
+            },
+            **{name: counted[name] for name in COUNTED},
+        )
+
+    def check(self) -> None:
+        """Prove that slots, pages, index and counters agree.
+
+        Raises:
+            AssertionError: naming what does not hold.
+        """
+        self._enter()
+        core = self._core
+        core.catalog.check()
+        stats = self.stats()
+        counts = core.catalog.counts()
+        slots = sum(meta.slots for meta in core.catalog.slab_metas())
+        assert counts.total == slots, f"slots: {counts} do not add up to {slots}"
+        assert counts.live == len(core.catalog), "live slots and pages differ"
+        assert core.files.total_bytes <= core.capacity_bytes or self.read_only, "over capacity"
+        outcomes = (
+            stats.hits + stats.misses + stats.corrupt + stats.errors + stats.timeouts + stats.closed
+        )
+        if not stats.reads_in_flight and not self._reader.in_flight:
+            assert stats.lookups == outcomes, f"{stats.lookups} lookups, {outcomes} outcomes"
+        if self._writer is not None and core.write_fault is None:
+            mismatches = self._writer.count_index_mismatches()
+            assert not mismatches, f"index and memory disagree about {mismatches} pages"
+
+    def close(self, timeout_s: float = 30.0) -> bool:
+        """Flush, mark the store as cleanly closed, end all threads, give the directory up.
+
+        Idempotent.  Returns False when a system call did not return in time: then its
+        thread, the files and the directory's lock are left to the process's end, because a
+        late write must not meet a reused descriptor.
+        """
+        self._check_process()
+        return self._parts.close(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _enter(self, *, closed_ok: bool = False) -> None:
+        self._check_process()
+        if self._core.closing and not closed_ok:
+            raise StoreClosedError(f"{self.path}: the disk tier was closed")
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._core.pid:
+            raise ForkError(
+                f"{self.path}: opened by process {self._core.pid}, used in its fork "
+                f"{os.getpid()}; open the store after forking"
+            )
+
+
+class _Parts:
+    """What must be shut down, apart from the facade, so that forgetting that is noticed."""
+
+    def __init__(self, core: Core, reader: Reader, writer: Writer | None) -> None:
+        self._core = core
+        self._reader = reader
+        self._writer = writer
+        self._result: bool | None = None
+
+    def close(self, timeout_s: float) -> bool:
+        """Shut down once; see ``SsdTier.close``."""
+        if self._result is not None:
+            return self._result
+        self._core.closing = True
+        self._result = self._reader.stop(timeout_s)
+        if self._writer is not None:
+            self._result = self._writer.stop(timeout_s) and self._result
+        if self._result:
+            self._core.release()
+        else:
+            logger.error(
+                "%s: I/O still hangs after %.1f s; the directory stays locked until this "
+                "process ends",
+                self._core.layout.root,
+                timeout_s,
+            )
+        return self._result
+
+    def abandon(self) -> None:
+        """Shut down a tier that nobody closed: it was garbage, or the interpreter ends."""
+        if self._result is not None or os.getpid() != self._core.pid:
+            return
+        self.close(EXIT_TIMEOUT_S)
+        warnings.warn(
+            f"SSD tier {self._core.layout.root} was not closed", ResourceWarning, stacklevel=2
+        )
