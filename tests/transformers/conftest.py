@@ -1,0 +1,155 @@
+"""Tiny models, real models, and a cache that never leaves memory to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tierkv.integrations.models import PACKAGED, load_model  # noqa: E402
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+_MIX = ["sliding_attention", "full_attention", "sliding_attention"]
+_MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "cohere2": {"sliding_window": 8, "layer_types": _MIX, "hidden_size": 64},
+    "gemma": {},
+    "gemma2": {"sliding_window": 8, "layer_types": _MIX},
+    "gemma3_text": {"sliding_window": 8, "layer_types": _MIX},
+    "gpt_oss": {"sliding_window": 8, "layer_types": _MIX, "num_local_experts": 4},
+    "granite": {},
+    "llama": {},
+    "ministral": {"sliding_window": 8, "layer_types": _MIX},
+    "mistral": {"sliding_window": 8},
+    "mixtral": {"num_local_experts": 4, "sliding_window": None},
+    "olmo2": {},
+    "phi3": {},
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {"num_experts": 4, **_MOE},
+    "smollm3": {},
+    "starcoder2": {},
+}
+
+
+def make_tiny(family: str, dtype: Any = torch.float32, seed: int = 0) -> Any:
+    """Return a tiny randomly initialised model of a family."""
+    fields = {**TINY, **FAMILIES[family]}
+    torch.manual_seed(seed)
+    config = transformers.AutoConfig.for_model(family, **fields)
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # large enough to make logits differ, and biases not zero
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn_like(parameter) * 0.1 + (parameter.dim() == 1))
+    model.generation_config.pad_token_id = 0
+    return model.to(dtype).eval()
+
+
+@pytest.fixture
+def tiny() -> Callable[..., Any]:
+    """Return the maker of tiny models."""
+    return make_tiny
+
+
+@pytest.fixture(scope="session")
+def real_model() -> Iterator[Callable[[str, str], Any]]:
+    """Return a loader of real models, each loaded once a session; skips what is absent."""
+    loaded: dict[tuple[str, str], Any] = {}
+
+    def load(name: str, dtype: str) -> Any:
+        if not PACKAGED[name].installed:
+            pytest.skip(f"{name} is not installed: {PACKAGED[name].install}")
+        if (name, dtype) not in loaded:
+            loaded[name, dtype] = load_model(name, dtype=dtype)
+        return loaded[name, dtype]
+
+    yield load
+    loaded.clear()
+
+
+class Twin:
+    """A stock cache that never leaves memory and remembers the state at every length."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.cache = transformers.DynamicCache(config=model.config)
+        self.history: list[list[tuple[Any, Any]]] = []
+        for layer in self.cache.layers:
+            self.history.append([])
+            self._record(layer, self.history[-1])
+
+    def feed(self, ids: Any) -> Any:
+        """Return the logits of ids fed after what the cache holds."""
+        return feed(self.model, self.cache, ids)
+
+    def at(self, length: int) -> Any:
+        """Return a stock cache in the state that this one had at ``length`` tokens."""
+        cache = transformers.DynamicCache(config=self.model.config)
+        for layer, parts in zip(cache.layers, self.history, strict=True):
+            keys, values = (torch.cat([p[i] for p in parts], dim=-2) for i in (0, 1))
+            keep = slice(
+                max(0, length - layer.sliding_window + 1) if layer.is_sliding else 0, length
+            )
+            if length:
+                layer.lazy_initialization(keys, values)
+                layer.keys, layer.values = keys[:, :, keep].clone(), values[:, :, keep].clone()
+            if layer.is_sliding:
+                layer.cumulative_length = length
+        return cache
+
+    @staticmethod
+    def _record(layer: Any, parts: list[tuple[Any, Any]]) -> None:
+        update = layer.update
+
+        def recording(keys: Any, values: Any, *args: Any, **kwargs: Any) -> Any:
+            parts.append((keys.clone(), values.clone()))
+            return update(keys, values, *args, **kwargs)
+
+        layer.update = recording
+
+
+@torch.no_grad()
+def feed(model: Any, cache: Any, ids: Any) -> Any:
+    """Return the logits of one forward over ``ids`` after what ``cache`` holds."""
+    row = torch.as_tensor(ids, dtype=torch.long).reshape(1, -1)
+    return model(input_ids=row, cache=cache, use_cache=True).logits
+
+
+class Steps:
+    """What the tests share: twins, forwards, random ids."""
+
+    twin = staticmethod(Twin)
+    feed = staticmethod(feed)
+
+    @staticmethod
+    def ids(count: int, *, seed: int = 1, vocabulary: int = 97) -> list[int]:
+        """Return random token ids."""
+        chooser = torch.Generator().manual_seed(seed)
+        return torch.randint(3, vocabulary, (count,), generator=chooser).tolist()
+
+    @staticmethod
+    def row(ids: list[int]) -> Any:
+        """Return ids as a batch of one."""
+        return torch.tensor(ids).unsqueeze(0)
+
+
+@pytest.fixture
+def steps() -> type[Steps]:
+    """Return the shared helpers."""
+    return Steps
