@@ -16,8 +16,9 @@ from tierkv.storage.backend import IOBackend, OsBackend
 from tierkv.storage.clock import Clock, SystemClock
 from tierkv.storage.core import Core, SsdConfig
 from tierkv.storage.counters import COUNTED, SsdStats
-from tierkv.storage.format import PAGE_TAIL, PageInfo, decode_record
+from tierkv.storage.format import PAGE_TAIL, IndexRecord, PageInfo
 from tierkv.storage.index import LmdbIndex
+from tierkv.storage.listing import list_records
 from tierkv.storage.opening import open_core
 from tierkv.storage.reader import Reader
 from tierkv.storage.tickets import ReadTicket, WriteTicket
@@ -50,7 +51,6 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 EXIT_TIMEOUT_S = 5.0
-_USAGE_BATCH = 512
 
 
 class SsdTier:
@@ -261,21 +261,13 @@ class SsdTier:
 
         Beside a writer, pages that come or go meanwhile may or may not appear.
         """
-        self._enter()
-        batch: list[PageInfo] = []
-        for key, value in self._core.index.records():
-            record = decode_record(key, value)
-            if record is not None:
-                batch.append(record.info)
-            if len(batch) == _USAGE_BATCH:
-                yield from self._with_usage(batch)
-                batch = []
-        yield from self._with_usage(batch)
+        for record, hits, last_used in self.records():
+            yield record.info, hits, last_used
 
-    def _with_usage(self, infos: Sequence[PageInfo]) -> Iterator[tuple[PageInfo, int, int]]:
-        usage = self._core.index.usage([info.key for info in infos])
-        for info, (hits, last_used) in zip(infos, usage, strict=True):
-            yield info, hits, last_used
+    def records(self) -> Iterator[tuple[IndexRecord, int, int]]:
+        """Yield (index record, hits, last use) of all pages: ``pages`` with sizes and places."""
+        self._enter()
+        return list_records(self._core.index)
 
     @property
     def namespaces(self) -> dict[bytes, str]:

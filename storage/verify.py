@@ -8,6 +8,7 @@ from tierkv.storage.aligned import aligned_empty
 from tierkv.storage.catalog import Location
 from tierkv.storage.core import Core
 from tierkv.storage.format import decode_record
+from tierkv.storage.listing import list_records
 from tierkv.storage.types import VerifyReport
 from tierkv.storage.writer import Writer
 
@@ -48,6 +49,7 @@ def verify_core(
                     repaired += writer.forget(key, location)
         if progress is not None:
             progress(number, len(keys))
+    bad += _lost_pages(core)
     return VerifyReport(
         pages=checked,
         bad=len(bad),
@@ -74,10 +76,18 @@ def _index_mismatches(core: Core, writer: Writer | None) -> int:
     return sum(decode_record(key, value) is None for key, value in core.index.records())
 
 
+def _lost_pages(core: Core) -> list[bytes]:
+    """Return the pages that the index still names in slabs whose files are not whole.
+
+    Opening for writing has dropped them already, so there are none then.
+    """
+    lost = {slab.id for slab in core.files.meta.slabs if core.files.damage(slab) is not None}
+    lost -= {slab.id for slab in core.catalog.slab_metas()}
+    if not lost:
+        return []
+    return [r.info.key for r, _, _ in list_records(core.index) if r.slab in lost]
+
+
 def _damaged_slabs(core: Core) -> list[str]:
-    found = []
-    for slab in core.catalog.slab_metas():
-        damage = core.files.damage(slab)
-        if damage is not None:
-            found.append(f"slabs/{slab.id:04d} is {damage}")
-    return found
+    damages = ((slab.id, core.files.damage(slab)) for slab in core.files.meta.slabs)
+    return [f"slabs/{number:04d} is {damage}" for number, damage in damages if damage is not None]
