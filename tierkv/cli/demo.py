@@ -1,0 +1,245 @@
+"""The demo's conversations: a real model, budgets too small for them, a restart in between."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tierkv.cli.demo_report import (
+    TurnResult,
+    header,
+    line,
+    show_summary,
+    summarise,
+    write_json,
+)
+from tierkv.cli.demo_text import QUESTIONS, Dialogue, documents
+from tierkv.cli.output import console
+from tierkv.errors import InvalidInputError, NotAStoreError
+from tierkv.units import parse_bytes
+
+if TYPE_CHECKING:
+    from tierkv.integrations.transformers import TierKV
+    from tierkv.stats import Found
+
+DEFAULT_DIRECTORY = Path("demo-store")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budgets:
+    """What the store may use."""
+
+    device: str
+    host: str
+    disk: str
+
+
+def run_demo(
+    *,
+    model: str = "smollm2",
+    conversations: int = 3,
+    turns: int = 3,
+    doc_tokens: int = 1024,
+    new_tokens: int = 16,
+    device: str = "96MiB",
+    host: str = "64MiB",
+    disk: str = "1GiB",
+    directory: Path | None = None,
+    json_path: Path | None = None,
+    seed: int = 0,
+) -> int:
+    """Run the demo and return the exit status: 1 if any token differs.
+
+    Args:
+        model: ``"smollm2"``, ``"gemma3"``, a model directory or a hub name.
+        conversations: how many, interleaved.
+        turns: turns of each.
+        doc_tokens: tokens of the document that each begins with.
+        new_tokens: tokens generated in a turn.
+        device: budget of the device pool.
+        host: budget of host memory.
+        disk: budget of the directory.
+        directory: where the store lives; the default one is emptied first.
+        json_path: where to write the result as JSON too.
+        seed: chooses documents and questions.
+
+    Raises:
+        InvalidInputError: an option or model that cannot work.
+        StoreError: the directory cannot be used.
+    """
+    budgets = Budgets(device=device, host=host, disk=disk)
+    for name, budget in (("device", device), ("host", host), ("disk", disk)):
+        parse_bytes(budget, name=name)
+    place = _prepared(directory)
+    out = console()
+    with out.status(f"loading {model} (converted on first use, about a minute)"):
+        network, tokenizer = _load(model)
+    texts = documents(tokenizer, count=conversations, tokens=doc_tokens, seed=seed)
+    run = _Run(network, [Dialogue(tokenizer, text) for text in texts], new_tokens)
+    out.print(
+        f"{model}, float32: {conversations} conversations over documents of {doc_tokens} tokens, "
+        f"{turns} turns each; device {device}, host {host}, disk {disk} in {place}\n",
+        soft_wrap=True,
+        markup=False,
+    )
+    out.print(header(), soft_wrap=True)
+    reopen_after = (turns + 1) // 2 if turns > 1 else 0
+    sessions = [range(1, reopen_after + 1), range(reopen_after + 1, turns + 1)]
+    status: dict[str, Any] = {}
+    for number, session in enumerate(sessions):
+        if not session:
+            continue
+        if number and reopen_after:
+            out.print("-- store closed and opened again --".center(80), style="dim")
+        with _attached(network, place, budgets, self_check=not run.results) as kv:
+            for turn in session:
+                for which in range(conversations):
+                    with out.status(f"conversation {which + 1}, turn {turn}"):
+                        run.turn(kv, which, turn)
+                    out.print(line(run.results[-1]), soft_wrap=True, markup=False)
+            kv.store.flush()
+            kv.check()
+            status = _occupancy(place)
+    summary = summarise(run.results, reopened=bool(reopen_after))
+    show_summary(out, summary)
+    _show_occupancy(status)
+    if json_path is not None:
+        extra = {"summary": summary, "model": model, "directory": str(place), "stat": status}
+        write_json(json_path, run.results, extra)
+    return 0 if summary["tokens_equal"] else 1
+
+
+class _Run:
+    """The conversations and what was measured."""
+
+    def __init__(self, model: Any, dialogues: list[Dialogue], new_tokens: int) -> None:
+        self.results: list[TurnResult] = []
+        self._model = model
+        self._dialogues = dialogues
+        self._options = {"max_new_tokens": new_tokens, "do_sample": False}
+
+    def turn(self, kv: TierKV, which: int, turn: int) -> None:
+        """Ask one question and answer it twice: with what is stored, and all anew."""
+        dialogue = self._dialogues[which]
+        dialogue.ask(QUESTIONS[(which + turn - 1) % len(QUESTIONS)])
+        prompt = list(dialogue.ids)
+        # The order alternates, so that neither way always runs on a warm machine.
+        if len(self.results) % 2:
+            again, recompute_s = self._recomputed(prompt)
+            ids, ttft_s, found = self._resumed(kv, prompt)
+        else:
+            ids, ttft_s, found = self._resumed(kv, prompt)
+            again, recompute_s = self._recomputed(prompt)
+        self.results.append(
+            TurnResult(
+                conversation=which + 1,
+                turn=turn,
+                prompt_tokens=len(prompt),
+                found=found,
+                computed=len(prompt) - found.total,
+                ttft_s=ttft_s,
+                recompute_s=recompute_s,
+                tokens_equal=ids == again,
+            )
+        )
+        dialogue.answered(ids)
+
+    def _resumed(self, kv: TierKV, prompt: list[int]) -> tuple[list[int], float, Found]:
+        watch = _FirstToken()
+        with kv.cache(prompt, max_new_tokens=self._options["max_new_tokens"]) as cache:
+            ids = self._generate(prompt, watch, cache=cache)
+        return ids, watch.seconds, cache.found
+
+    def _recomputed(self, prompt: list[int]) -> tuple[list[int], float]:
+        watch = _FirstToken()
+        return self._generate(prompt, watch), watch.seconds
+
+    def _generate(self, prompt: list[int], watch: _FirstToken, **given: Any) -> list[int]:
+        import torch
+
+        from tierkv.integrations.transformers.versions import cache_keyword
+
+        row = torch.tensor([prompt], device=self._model.device)
+        if "cache" in given:
+            given = {cache_keyword(self._model): given["cache"]}
+        output = self._model.generate(
+            row, attention_mask=torch.ones_like(row), streamer=watch, **self._options, **given
+        )
+        ids: list[int] = output[0, len(prompt) :].tolist()
+        return ids
+
+
+class _FirstToken:
+    """A streamer that measures the time from its making to the first token."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self._puts = 0
+        self.seconds = 0.0
+
+    def put(self, value: Any) -> None:
+        """Note the second call: the first one brings the prompt."""
+        self._puts += 1
+        if self._puts == 2:
+            self.seconds = time.perf_counter() - self._start
+
+    def end(self) -> None:
+        """Do nothing at the end."""
+
+
+def _prepared(directory: Path | None) -> Path:
+    """Return the store's directory; the demo's own default one is emptied."""
+    if directory is not None:
+        return directory
+    from tierkv.cli.directory import clear_pages
+
+    with contextlib.suppress(NotAStoreError):
+        clear_pages(DEFAULT_DIRECTORY)
+    return DEFAULT_DIRECTORY
+
+
+def _load(model: str) -> tuple[Any, Any]:
+    try:
+        import transformers
+    except ImportError as error:
+        raise InvalidInputError(
+            "the demo needs Transformers: pip install 'tierkv-store[transformers]'"
+        ) from error
+    from tierkv.integrations.models import load_model
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return load_model(model, dtype="float32")
+
+
+@contextlib.contextmanager
+def _attached(model: Any, place: Path, budgets: Budgets, *, self_check: bool) -> Iterator[TierKV]:
+    from tierkv.integrations.transformers import TierKV
+
+    with TierKV.attach(
+        model,
+        place,
+        device=budgets.device,
+        host=budgets.host,
+        disk=budgets.disk,
+        self_check=self_check,
+    ) as kv:
+        yield kv
+
+
+def _occupancy(place: Path) -> dict[str, Any]:
+    from tierkv.cli.stat import collect
+
+    return collect(place)
+
+
+def _show_occupancy(status: dict[str, Any]) -> None:
+    from tierkv.cli.stat import show
+
+    show(status)

@@ -1,0 +1,122 @@
+"""How the demo shows itself: a line a turn, the totals, and the same as JSON."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tierkv.stats import Found
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_COLUMNS = (
+    ("conversation", 12),
+    ("turn", 4),
+    ("prompt", 7),
+    ("device", 7),
+    ("host", 7),
+    ("disk", 7),
+    ("computed", 8),
+    ("first token", 11),
+    ("recomputed", 10),
+    ("speed-up", 8),
+    ("tokens", 9),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnResult:
+    """One turn of one conversation.
+
+    Attributes:
+        conversation: which one, from 1.
+        turn: which turn of it, from 1.
+        prompt_tokens: tokens of the whole prompt.
+        found: tokens whose state was found, by tier.
+        computed: tokens of the prompt that were computed.
+        ttft_s: seconds to the first token, finding and loading included.
+        recompute_s: seconds to the first token without any reuse.
+        tokens_equal: whether both ways gave the same tokens.
+    """
+
+    conversation: int
+    turn: int
+    prompt_tokens: int
+    found: Found
+    computed: int
+    ttft_s: float
+    recompute_s: float
+    tokens_equal: bool
+
+    @property
+    def speedup(self) -> float:
+        """How many times sooner the first token came."""
+        return self.recompute_s / self.ttft_s
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        tiers = ("device", "host", "disk")
+        found = {tier: getattr(self.found, tier) for tier in tiers}
+        return asdict(self) | {"found": found, "speedup": self.speedup}
+
+
+def header() -> str:
+    """Return the heading of the lines."""
+    groups = " " * 26 + "tokens found in".center(23)
+    names = " ".join(name.rjust(width) for name, width in _COLUMNS)
+    return f"{groups}\n{names}\n{'-' * len(names)}"
+
+
+def line(result: TurnResult) -> str:
+    """Return one turn as a line."""
+    cells = (
+        result.conversation,
+        result.turn,
+        result.prompt_tokens,
+        result.found.device,
+        result.found.host,
+        result.found.disk,
+        result.computed,
+        f"{result.ttft_s:.3f} s",
+        f"{result.recompute_s:.3f} s",
+        f"{result.speedup:.1f}x",
+        "equal" if result.tokens_equal else "DIFFERENT",
+    )
+    pairs = zip(cells, _COLUMNS, strict=True)
+    return " ".join(str(cell).rjust(width) for cell, (_, width) in pairs)
+
+
+def summarise(results: list[TurnResult], *, reopened: bool) -> dict[str, Any]:
+    """Return the totals; the speed-up is the median over turns after the first."""
+    later = [r.speedup for r in results if r.turn > 1] or [r.speedup for r in results]
+    return {
+        "turns": len(results),
+        "tokens_equal": all(r.tokens_equal for r in results),
+        "median_speedup": statistics.median(later),
+        "reopened": reopened,
+        "prompt_tokens": sum(r.prompt_tokens for r in results),
+        "found_tokens": sum(r.found.total for r in results),
+        "computed_tokens": sum(r.computed for r in results),
+    }
+
+
+def show_summary(out: Console, summary: dict[str, Any]) -> None:
+    """Print the totals."""
+    share = 100 * summary["found_tokens"] / summary["prompt_tokens"]
+    verdict = "all tokens equal" if summary["tokens_equal"] else "SOME TOKENS DIFFER"
+    out.print(
+        f"\n{summary['turns']} turns, {verdict}; {share:.0f} % of the prompts' tokens were found; "
+        f"later turns start {summary['median_speedup']:.1f} times sooner (median)",
+        style="bold green" if summary["tokens_equal"] else "bold red",
+        soft_wrap=True,
+    )
+
+
+def write_json(path: Path, results: list[TurnResult], extra: dict[str, Any]) -> None:
+    """Write everything to a file."""
+    data = {"turns": [result.as_dict() for result in results], **extra}
+    path.write_text(json.dumps(data, indent=2) + "\n")
