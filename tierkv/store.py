@@ -76,7 +76,7 @@ class Store:
             host: bytes of the host tier; None for as little as transfers need.
             disk: bytes of the disk tier; None for none.
             torch_device: where the device pool lives.
-            policy: ``"lru"`` or ``"frequency"``.
+            policy: ``"lru"`` or ``"ageing"``.
             write_through: write pages to disk when they are committed, not when they must
                 leave memory.
             codec: ``"raw"`` or ``"zstd"``, of the disk tier.
