@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
 
+from tierkv.storage.committer import Committer
 from tierkv.storage.core import Core
 from tierkv.storage.layout import SlabMeta
 from tierkv.storage.slabs import NO_SPACE_ERRNOS, choose_slab_slots
@@ -15,20 +15,9 @@ logger = logging.getLogger(__name__)
 class Allocator:
     """Hands out slots.  Belongs to the writer thread."""
 
-    def __init__(
-        self,
-        core: Core,
-        commit_and_sync: Callable[[], bool],
-        forget: Callable[[Sequence[bytes]], None],
-    ) -> None:
-        """Args:
-        core: the tier's parts.
-        commit_and_sync: makes deletions durable, so that their slots become free.
-        forget: called with the keys of a slab that was dropped.
-        """
+    def __init__(self, core: Core, committer: Committer) -> None:
         self._core = core
-        self._commit_and_sync = commit_and_sync
-        self._forget = forget
+        self._committer = committer
         self._slab_slots = choose_slab_slots(
             core.config.slab_bytes or core.capacity_bytes, core.slot_bytes
         )
@@ -42,16 +31,14 @@ class Allocator:
         place = catalog.take()
         if place is None and self._make_room():
             place = catalog.take()
-        if place is None:
-            return None
-        return catalog.slab(place[0]), place[1]
+        return place
 
     def _make_room(self) -> bool:
         counts = self._core.catalog.counts()
         if self._create():
             return True
         waiting = counts.doomed + counts.deferred
-        if waiting and self._commit_and_sync() and self._core.catalog.has_room():
+        if waiting and self._committer.commit_and_sync() and self._core.catalog.has_room():
             return True
         return self._reclaim()
 
@@ -88,7 +75,7 @@ class Allocator:
             keys = core.catalog.drop_slab(slab.id)
             if keys is None:
                 continue
-            self._forget(keys)
+            self._committer.forget(keys)
             try:
                 core.files.drop(slab.id)
             except OSError as error:

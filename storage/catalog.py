@@ -3,101 +3,35 @@
 A slot's life, and who moves it on::
 
     FREE --take--> WRITING --publish--> LIVE --remove--> DOOMED --defer--> DEFERRED --release--+
-     ^                |                                                                       |
-     +---abandon------+            (deletion not yet committed)  (committed, not yet synced)  |
-     +----------------------------------------------------------------------------------------+
+     ^                |                                                                        |
+     +----abandon-----+             (deletion not yet committed)  (committed, not yet synced)  |
+     +-----------------------------------------------------------------------------------------+
 
 A slot is not reused before the index that freed it is durable, nor while a read of it is in
-flight.  Columns, not objects: about 250 bytes a page, the dictionary's share included.
+flight.  Columns, not objects: about 230 bytes a page, the dictionary's share included.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
 
-import numpy as np
-
+from tierkv.storage.columns import (
+    DEFERRED,
+    DOOMED,
+    FREE,
+    LIVE,
+    WRITING,
+    Location,
+    SlabColumns,
+    SlotCounts,
+)
 from tierkv.storage.format import KEY_BYTES, IndexRecord
 from tierkv.storage.layout import SlabMeta
 
 _SLOT_BITS = 32
 _SLOT_MASK = (1 << _SLOT_BITS) - 1
-
-
-class SlotState(IntEnum):
-    """State of a slot; see the module's diagram."""
-
-    FREE = 0
-    WRITING = 1
-    LIVE = 2
-    DOOMED = 3
-    DEFERRED = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Location:
-    """Where a page lies, and what the slot's header must say."""
-
-    slab: int
-    slot: int
-    seq: int
-    raw_bytes: int
-    stored_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class SlotCounts:
-    """Slots by state, over all slabs."""
-
-    free: int
-    writing: int
-    live: int
-    doomed: int
-    deferred: int
-
-    @property
-    def total(self) -> int:
-        """All slots."""
-        return self.free + self.writing + self.live + self.doomed + self.deferred
-
-
-class SlabColumns:
-    """The slots of one slab, a column per fact."""
-
-    __slots__ = (
-        "free",
-        "keys",
-        "meta",
-        "namespaces",
-        "pins",
-        "raw_bytes",
-        "record_sums",
-        "seqs",
-        "states",
-        "stored_bytes",
-    )
-
-    def __init__(self, meta: SlabMeta) -> None:
-        self.meta = meta
-        count = meta.slots
-        self.states = np.zeros(count, np.uint8)
-        self.keys = np.zeros((count, KEY_BYTES), np.uint8)
-        self.seqs = np.zeros(count, np.uint64)
-        self.raw_bytes = np.zeros(count, np.uint64)
-        self.stored_bytes = np.zeros(count, np.uint64)
-        self.namespaces = np.zeros(count, np.int32)
-        self.record_sums = np.zeros(count, np.uint64)
-        self.pins: Counter[int] = Counter()
-        self.free = list(range(count - 1, -1, -1))  # popped in ascending order
-
-    @property
-    def writable(self) -> bool:
-        """Whether new pages may be written into the slab."""
-        return self.meta.state == "active"
+_SUM_MASK = (1 << 64) - 1
 
 
 class Catalog:
@@ -113,7 +47,7 @@ class Catalog:
         self._where: dict[bytes, int] = {}
         self._namespaces: dict[bytes, int] = {}
         self._deferred: list[tuple[int, int, int]] = []  # (epoch, slab, slot)
-        self._filling = -1  # the slab that the last slot came from
+        self._filling: SlabColumns | None = None  # the slab that the last slot came from
         self._page_bytes = 0
         self._used_bytes = 0
         self._record_sum = 0
@@ -138,13 +72,14 @@ class Catalog:
         """
         with self._lock:
             slab = self._slabs[slab_id]
-            if slab.pins or (slab.states == SlotState.WRITING).any():
+            if slab.busy:
                 return None
-            keys = [slab.keys[s].tobytes() for s in np.flatnonzero(slab.states == SlotState.LIVE)]
+            keys = [slab.key(slot) for slot in slab.where(LIVE)]
             for key in keys:
                 self._forget(key)
             self._deferred = [d for d in self._deferred if d[1] != slab_id]
             del self._slabs[slab_id]
+            self._filling = None
             return keys
 
     def reclaimable(self) -> list[SlabMeta]:
@@ -155,7 +90,7 @@ class Catalog:
                 for s in self._slabs.values()
                 if not s.writable or s.meta.slot_bytes != self._slot_bytes
             ]
-            idle.sort(key=lambda s: (int((s.states == SlotState.LIVE).sum()), s.meta.id))
+            idle.sort(key=lambda s: (s.pages, s.meta.id))
             return [s.meta for s in idle]
 
     def slab_metas(self) -> list[SlabMeta]:
@@ -169,23 +104,22 @@ class Catalog:
 
     def pages_in(self, slab_id: int) -> int:
         """Return how many pages a slab holds."""
-        with self._lock:
-            return int((self._slabs[slab_id].states == SlotState.LIVE).sum())
+        return self._slabs[slab_id].pages
 
     # -- slots ---------------------------------------------------------------------------
 
-    def take(self) -> tuple[int, int] | None:
-        """Return a free (slab, slot) for writing, or None."""
+    def take(self) -> tuple[SlabMeta, int] | None:
+        """Return a free slot for writing, or None."""
         with self._lock:
-            slab = self._slabs.get(self._filling)
+            slab = self._filling
             if slab is None or not self._has_room(slab):
                 slab = next((s for s in self._slabs.values() if self._has_room(s)), None)
-            if slab is None:
-                return None
-            self._filling = slab.meta.id
+                self._filling = slab
+                if slab is None:
+                    return None
             slot = slab.free.pop()
-            slab.states[slot] = SlotState.WRITING
-            return slab.meta.id, slot
+            slab.states[slot] = WRITING
+            return slab.meta, slot
 
     def has_room(self) -> bool:
         """Whether ``take`` would find a slot."""
@@ -196,29 +130,14 @@ class Catalog:
         """Free a slot whose write came to nothing: no index ever named it."""
         with self._lock:
             slab = self._slabs[slab_id]
-            assert slab.states[slot] == SlotState.WRITING, "abandoned a slot not being written"
+            assert slab.states[slot] == WRITING, "abandoned a slot not being written"
             self._free(slab, slot)
 
-    def publish(self, record: IndexRecord, record_sum: int) -> None:
-        """Make a written page findable."""
+    def publish(self, records: Sequence[tuple[IndexRecord, int]]) -> None:
+        """Make written pages findable; each record comes with its checksum."""
         with self._lock:
-            slab = self._slabs[record.slab]
-            slot, key = record.slot, record.info.key
-            assert key not in self._where, "published a page twice"
-            assert slab.states[slot] == SlotState.WRITING, "published a slot not being written"
-            slab.states[slot] = SlotState.LIVE
-            slab.keys[slot] = np.frombuffer(key, np.uint8)
-            slab.seqs[slot] = record.seq
-            slab.raw_bytes[slot] = record.raw_bytes
-            slab.stored_bytes[slot] = record.stored_bytes
-            slab.record_sums[slot] = record_sum
-            slab.namespaces[slot] = self._namespaces.setdefault(
-                record.info.namespace, len(self._namespaces)
-            )
-            self._where[key] = record.slab << _SLOT_BITS | slot
-            self._page_bytes += record.raw_bytes
-            self._used_bytes += slab.meta.slot_bytes
-            self._record_sum = (self._record_sum + record_sum) % (1 << 64)
+            for record, record_sum in records:
+                self._publish(record, record_sum)
 
     def load(self, records: Iterable[tuple[IndexRecord, int]]) -> list[bytes]:
         """Publish the pages of an index and return the keys that have no place.
@@ -226,17 +145,20 @@ class Catalog:
         A record has no place when its slab is unknown, its slot is outside the slab or taken.
         """
         misplaced = []
-        for record, record_sum in records:
-            slab = self._slabs.get(record.slab)
-            inside = slab is not None and record.slot < slab.meta.slots
-            if not inside or slab is None or slab.states[record.slot] != SlotState.FREE:
-                misplaced.append(record.info.key)
-                continue
-            slab.states[record.slot] = SlotState.WRITING
-            self.publish(record, record_sum)
         with self._lock:
+            for record, record_sum in records:
+                slab = self._slabs.get(record.slab)
+                if (
+                    slab is None
+                    or record.slot >= slab.meta.slots
+                    or slab.states[record.slot] != FREE
+                ):
+                    misplaced.append(record.info.key)
+                    continue
+                slab.states[record.slot] = WRITING
+                self._publish(record, record_sum)
             for slab in self._slabs.values():
-                slab.free = np.flatnonzero(slab.states == SlotState.FREE)[::-1].tolist()
+                slab.free = slab.where(FREE)[::-1]
         return misplaced
 
     def remove(self, key: bytes, seq: int | None = None) -> Location | None:
@@ -249,7 +171,7 @@ class Catalog:
             if seq is not None and location.seq != seq:
                 return None
             self._forget(key)
-            self._slabs[location.slab].states[location.slot] = SlotState.DOOMED
+            self._slabs[location.slab].states[location.slot] = DOOMED
             return location
 
     def defer(self, locations: Iterable[Location], epoch: int) -> None:
@@ -259,8 +181,8 @@ class Catalog:
                 slab = self._slabs.get(location.slab)
                 if slab is None:  # its slab was dropped meanwhile
                     continue
-                assert slab.states[location.slot] == SlotState.DOOMED, "deferred a slot not doomed"
-                slab.states[location.slot] = SlotState.DEFERRED
+                assert slab.states[location.slot] == DOOMED, "deferred a slot not doomed"
+                slab.states[location.slot] = DEFERRED
                 self._deferred.append((epoch, location.slab, location.slot))
 
     def release(self, epoch: int) -> int:
@@ -272,7 +194,7 @@ class Catalog:
             kept = []
             for entry in self._deferred:
                 slab = self._slabs[entry[1]]
-                if entry[0] >= epoch or slab.pins[entry[2]]:
+                if entry[0] >= epoch or entry[2] in slab.pins:
                     kept.append(entry)
                 else:
                     self._free(slab, entry[2])
@@ -298,21 +220,19 @@ class Catalog:
                 return None, False
             slab = self._slabs[where >> _SLOT_BITS]
             slot = where & _SLOT_MASK
-            if (
-                namespace is not None
-                and self._namespaces.get(namespace, -1) != slab.namespaces[slot]
-            ):
+            wanted = None if namespace is None else self._namespaces.get(namespace, -1)
+            if wanted is not None and wanted != slab.namespaces[slot]:
                 return None, True
             slab.pins[slot] += 1
-            return self._location(where), False
+            return slab.location(slot), False
 
     def unpin(self, location: Location) -> None:
         """Give up a pin."""
         with self._lock:
             pins = self._slabs[location.slab].pins
             pins[location.slot] -= 1
-            assert pins[location.slot] >= 0, "unpinned a slot too often"
-            if not pins[location.slot]:
+            if pins[location.slot] <= 0:
+                assert pins[location.slot] == 0, "unpinned a slot too often"
                 del pins[location.slot]
 
     def is_current(self, key: bytes, location: Location) -> bool:
@@ -323,11 +243,10 @@ class Catalog:
 
     def holds(self, record: IndexRecord) -> bool:
         """Whether an index record and this catalog agree."""
-        with self._lock:
-            where = self._where.get(record.info.key)
-            return where is not None and self._location(where) == Location(
-                record.slab, record.slot, record.seq, record.raw_bytes, record.stored_bytes
-            )
+        location = Location(
+            record.slab, record.slot, record.seq, record.raw_bytes, record.stored_bytes
+        )
+        return self.is_current(record.info.key, location)
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._where  # one dictionary look-up is atomic
@@ -361,59 +280,63 @@ class Catalog:
         return self._record_sum
 
     def counts(self) -> SlotCounts:
-        """Return slots by state."""
+        """Return slots by state, over all slabs."""
         with self._lock:
-            total = np.zeros(len(SlotState), np.int64)
-            for slab in self._slabs.values():
-                total += np.bincount(slab.states, minlength=len(SlotState))
-        return SlotCounts(*(int(n) for n in total))
+            columns = zip(*(s.counts() for s in self._slabs.values()), strict=True)
+            return SlotCounts(*map(sum, columns)) if self._slabs else SlotCounts(0, 0, 0, 0, 0)
 
     def check(self) -> None:
         """Prove that keys, slots and counts agree; raises AssertionError otherwise."""
         with self._lock:
-            live = 0
             for slab_id, slab in self._slabs.items():
-                for slot in np.flatnonzero(slab.states == SlotState.LIVE):
-                    live += 1
-                    where = self._where.get(slab.keys[slot].tobytes())
-                    assert where == slab_id << _SLOT_BITS | int(slot), "a live slot is not indexed"
-                free = np.flatnonzero(slab.states == SlotState.FREE)
-                assert sorted(slab.free) == free.tolist(), f"slab {slab_id}: free list is wrong"
+                for slot in slab.where(LIVE):
+                    where = self._where.get(slab.key(slot))
+                    assert where == slab_id << _SLOT_BITS | slot, "a live slot is not indexed"
+                assert sorted(slab.free) == slab.where(FREE), f"slab {slab_id}: free list is wrong"
                 assert all(n > 0 for n in slab.pins.values()), f"slab {slab_id}: stale pins"
-            assert live == len(self._where), "the index names a page that no slot holds"
-            marked = sum(int((s.states == SlotState.DEFERRED).sum()) for s in self._slabs.values())
-            assert marked == len(self._deferred), "deferred slots and their list differ"
-            assert len({d[1:] for d in self._deferred}) == marked, "a slot was deferred twice"
-            sums = sum(
-                int(x)
-                for s in self._slabs.values()
-                for x in s.record_sums[s.states == SlotState.LIVE]
-            )
-            assert sums % (1 << 64) == self._record_sum, "record sums differ"
+                assert slab.counts().total == slab.meta.slots, f"slab {slab_id}: slots are lost"
+            slabs = self._slabs.values()
+            assert sum(s.pages for s in slabs) == len(self._where), "a page has no live slot"
+            deferred = {(s.meta.id, slot) for s in slabs for slot in s.where(DEFERRED)}
+            assert len(deferred) == len(self._deferred), "a slot was deferred twice, or lost"
+            assert deferred == {d[1:] for d in self._deferred}, "deferred slots differ"
+            sums = sum(s.live_sum() for s in slabs) & _SUM_MASK
+            assert sums == self._record_sum, "record sums differ"
 
     # -- under the lock ------------------------------------------------------------------
+
+    def _publish(self, record: IndexRecord, record_sum: int) -> None:
+        slab = self._slabs[record.slab]
+        slot, key = record.slot, record.info.key
+        assert key not in self._where, "published a page twice"
+        assert slab.states[slot] == WRITING, "published a slot not being written"
+        slab.states[slot] = LIVE
+        slab.keys[slot * KEY_BYTES : (slot + 1) * KEY_BYTES] = key
+        slab.seqs[slot] = record.seq
+        slab.raw_bytes[slot] = record.raw_bytes
+        slab.stored_bytes[slot] = record.stored_bytes
+        slab.record_sums[slot] = record_sum
+        slab.namespaces[slot] = self._namespaces.setdefault(
+            record.info.namespace, len(self._namespaces)
+        )
+        self._where[key] = record.slab << _SLOT_BITS | slot
+        self._page_bytes += record.raw_bytes
+        self._used_bytes += slab.meta.slot_bytes
+        self._record_sum = (self._record_sum + record_sum) & _SUM_MASK
 
     def _has_room(self, slab: SlabColumns) -> bool:
         return bool(slab.free) and slab.writable and slab.meta.slot_bytes == self._slot_bytes
 
     def _location(self, where: int) -> Location:
-        slab_id, slot = where >> _SLOT_BITS, where & _SLOT_MASK
-        slab = self._slabs[slab_id]
-        return Location(
-            slab_id,
-            slot,
-            int(slab.seqs[slot]),
-            int(slab.raw_bytes[slot]),
-            int(slab.stored_bytes[slot]),
-        )
+        return self._slabs[where >> _SLOT_BITS].location(where & _SLOT_MASK)
 
     def _forget(self, key: bytes) -> None:
         where = self._where.pop(key)
         slab, slot = self._slabs[where >> _SLOT_BITS], where & _SLOT_MASK
-        self._page_bytes -= int(slab.raw_bytes[slot])
+        self._page_bytes -= slab.raw_bytes[slot]
         self._used_bytes -= slab.meta.slot_bytes
-        self._record_sum = (self._record_sum - int(slab.record_sums[slot])) % (1 << 64)
+        self._record_sum = (self._record_sum - slab.record_sums[slot]) & _SUM_MASK
 
     def _free(self, slab: SlabColumns, slot: int) -> None:
-        slab.states[slot] = SlotState.FREE
+        slab.states[slot] = FREE
         slab.free.append(slot)

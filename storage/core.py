@@ -23,6 +23,7 @@ from tierkv.storage.slotio import SlotIO
 
 GROUP_BYTES = 32 << 20
 COMMIT_RECORDS = 256
+RUN_BYTES = 1 << 20  # small pages for adjacent slots are written in one call up to this
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

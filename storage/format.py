@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import xxhash
 
@@ -55,8 +56,7 @@ class PageInfo:
     created_s: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class SlotHeader:
+class SlotHeader(NamedTuple):
     """The decoded header of a slot; ``ranges`` are the xxh3_64 of the payload's ranges."""
 
     info: PageInfo
@@ -74,8 +74,7 @@ class SlotHeader:
     ranges: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class IndexRecord:
+class IndexRecord(NamedTuple):
     """One page as the index names it: where it is, and what its header says."""
 
     info: PageInfo
@@ -120,7 +119,7 @@ def hash_ranges(payload: ByteArray, layer_bytes: int) -> tuple[int, ...]:
     if step >= size:
         return (digest(payload.data),)
     view = payload.data
-    return tuple(digest(view[at : at + step]) for at in range(0, size, step))
+    return tuple([digest(view[at : at + step]) for at in range(0, size, step)])
 
 
 def hash_page(ranges: tuple[int, ...]) -> bytes:

@@ -39,15 +39,19 @@ class IndexHead:
     txnid: int
     last_page: int
 
+    @property
+    def file_bytes(self) -> int:
+        """How long the file must be for LMDB to read it safely."""
+        return (self.last_page + 1) * _META_PAGE
+
 
 def read_head(fd: int, name: str) -> IndexHead:
-    """Check that a data file is as long as its meta pages say, and return the newer one.
+    """Return the newer meta page of a data file.
 
     Raises:
-        IndexDamagedError: empty, no meta page, or cut short (LMDB would die of SIGBUS).
+        IndexDamagedError: unreadable, empty or no meta page.
     """
     try:
-        size = os.fstat(fd).st_size
         pages = [os.pread(fd, 256, at) for at in (0, _META_PAGE)]
     except OSError as error:
         raise IndexDamagedError(f"{name}: {error.strerror}") from error
@@ -58,12 +62,41 @@ def read_head(fd: int, name: str) -> IndexHead:
     ]
     if not heads:
         raise IndexDamagedError(f"{name}: no LMDB meta page")
-    newest = max(heads, key=lambda head: head.txnid)
-    if (newest.last_page + 1) * _META_PAGE > size:
-        raise IndexDamagedError(
-            f"{name}: {size} bytes long, its meta page says {(newest.last_page + 1) * _META_PAGE}"
-        )
-    return newest
+    return max(heads, key=lambda head: head.txnid)
+
+
+def check_length(fd: int, name: str) -> IndexHead:
+    """Check that a data file is as long as its newer meta page says, and return that page.
+
+    Raises:
+        IndexDamagedError: see ``read_head``; or cut short (LMDB would die of SIGBUS).
+    """
+    head = read_head(fd, name)
+    size = os.fstat(fd).st_size
+    if head.file_bytes > size:
+        raise IndexDamagedError(f"{name}: cut to {size} bytes of {head.file_bytes}")
+    return head
+
+
+def pad_file(path: str) -> None:
+    """Make a data file as long as its meta page says.
+
+    LMDB leaves pages at the end that a transaction took and gave back unwritten, so a short
+    file need not be damaged.  Zeros there are harmless, and where they stand for pages that
+    were cut off LMDB reports an error instead of dying.
+
+    Raises:
+        IndexDamagedError: see ``read_head``.
+        OSError: the file cannot be made longer.
+    """
+    name = os.path.join(path, "data.mdb")
+    fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        size = read_head(fd, name).file_bytes
+        if size > os.fstat(fd).st_size:
+            os.ftruncate(fd, size)
+    finally:
+        os.close(fd)
 
 
 class LmdbIndex:
@@ -96,7 +129,8 @@ class LmdbIndex:
         self._data = os.path.join(path, "data.mdb")
         exists = os.path.exists(self._data)
         if exists:
-            self._fd = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
+            mode = os.O_RDONLY if read_only else os.O_RDWR
+            self._fd = os.open(self._data, mode | os.O_CLOEXEC)
         elif read_only:
             raise IndexDamagedError(f"{self._data}: missing")
         try:
@@ -109,7 +143,8 @@ class LmdbIndex:
                 os.close(self._fd)
             raise
         if not exists:
-            self._fd = os.open(self._data, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = os.open(self._data, os.O_RDWR | os.O_CLOEXEC)
+            self._pad()
 
     def _open_env(self, read_only: bool, map_bytes: int) -> lmdb.Environment:
         try:
@@ -191,9 +226,16 @@ class LmdbIndex:
             for digest, text in names.items():
                 txn.put(digest, text.encode(), db=self._names)
             self._backend.commit_index(self._path, txn.commit)
+            self._pad()
         except BaseException:
             txn.abort()
             raise
+
+    def _pad(self) -> None:
+        """Keep the file as long as its meta page says; see ``pad_file``."""
+        size = read_head(self._fd, self._data).file_bytes
+        if size > os.fstat(self._fd).st_size:
+            os.ftruncate(self._fd, size)
 
     def _grow(self) -> None:
         with self._map_lock:
@@ -212,7 +254,7 @@ class LmdbIndex:
         Raises:
             IndexDamagedError: the file was cut short or is damaged.
         """
-        return read_head(self._fd, self._data)
+        return check_length(self._fd, self._data)
 
     def get(self, key: bytes) -> IndexRecord | None:
         """Return the record under ``key`` if it is there and checks out."""
@@ -315,7 +357,7 @@ def write_index(
             batch.append(record)
             if len(batch) == 4096:
                 _put_batch(index, batch, usage)
-                batch: list[tuple[Any, Any]] = []
+                batch = []
         _put_batch(index, batch, usage)
         index.commit(names=names)
         index.sync()

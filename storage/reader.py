@@ -8,9 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from tierkv.storage.aligned import ByteArray
-from tierkv.storage.catalog import Location
-from tierkv.storage.core import Core
-from tierkv.storage.slotio import Fault
+from tierkv.storage.core import RUN_BYTES, Core
+from tierkv.storage.slotio import MAX_RUN, Fault, SlotRead, Wanted, follows
 from tierkv.storage.tickets import ReadTicket
 from tierkv.storage.types import ReadStatus
 from tierkv.storage.workers import WorkerPool
@@ -62,6 +61,11 @@ class Reader:
         self._pool = WorkerPool("read", core.config.io_threads, core.counters)
 
     @property
+    def core(self) -> Core:
+        """The tier's parts."""
+        return self._core
+
+    @property
     def in_flight(self) -> int:
         """Pages asked for and not settled."""
         return self._in_flight
@@ -77,103 +81,156 @@ class Reader:
         core = self._core
         hangs = core.breaker.failure if timeout_s >= core.config.io_timeout_s else _do_nothing
         ticket = ReadTicket(len(keys), core.counters, timeout_s, hangs)
-        jobs: list[ReadJob] = []
         core.counters.add("lookups", len(keys))
         with self._lock:
             self._in_flight += len(keys)
+        jobs: list[ReadJob] = []
+        run = ReadJob(self, ticket)
+        per_run = self._pages_per_run(len(keys), destinations)
         for position, (key, out) in enumerate(zip(keys, destinations, strict=True)):
-            location, mismatch = core.catalog.pin(key, namespace)
-            if location is not None and location.raw_bytes != out.nbytes:
-                core.catalog.unpin(location)
-                location, mismatch = None, True
-            if location is None:
-                if mismatch:
-                    core.counters.add("fingerprint_mismatch")
-                self.settle(ticket, position, ReadStatus.MISS)
-            elif not core.breaker.admit():
-                core.catalog.unpin(location)
-                core.counters.add("throttled")
-                self.settle(ticket, position, ReadStatus.ERROR)
-            else:
-                jobs.append(ReadJob(self, ticket, position, key, namespace, location, out))
+            wanted = self._find(ticket, position, key, out, namespace)
+            if wanted is None:
+                continue
+            if len(run.pages) >= per_run:
+                jobs.append(run)
+                run = ReadJob(self, ticket)
+            run.pages.append((position, wanted))
+        if run.pages:
+            jobs.append(run)
+        self._hand_over(jobs)
+        return ticket
+
+    def _pages_per_run(self, count: int, destinations: Sequence[ByteArray]) -> int:
+        """Return how many pages one thread takes at a time: few, and enough for all threads."""
+        if not count:
+            return 1
+        by_size = RUN_BYTES // max(destinations[0].nbytes, 1)
+        shared = -(-count // self._core.config.io_threads)
+        return max(1, min(MAX_RUN, by_size, shared))
+
+    def _find(
+        self,
+        ticket: ReadTicket,
+        position: int,
+        key: bytes,
+        out: ByteArray,
+        namespace: bytes | None,
+    ) -> Wanted | None:
+        """Pin a page, or settle it as the miss that it is."""
+        core = self._core
+        location, mismatch = core.catalog.pin(key, namespace)
+        if location is not None and location.raw_bytes != out.nbytes:
+            core.catalog.unpin(location)
+            location, mismatch = None, True
+        if location is None:
+            if mismatch:
+                core.counters.add("fingerprint_mismatch")
+            self.settle(ticket, position, ReadStatus.MISS)
+            return None
+        if not core.breaker.admit():
+            core.catalog.unpin(location)
+            core.counters.add("throttled")
+            self.settle(ticket, position, ReadStatus.ERROR)
+            return None
+        return Wanted(key, namespace, location, out)
+
+    def _hand_over(self, jobs: Sequence[ReadJob]) -> None:
         with self._lock:
             if not self._closed:
                 for job in jobs:
                     self._pool.submit(job)
-                return ticket
+                return
         for job in jobs:
             job.run()  # closed: it only says so
-        return ticket
 
     def settle(self, ticket: ReadTicket, position: int, status: ReadStatus) -> None:
         """Account for one page and tell its ticket."""
         with self._lock:
             self._in_flight -= 1
-        final = ticket.resolve(position, status)
-        self._core.counters.add(_OUTCOMES[final])
+        ticket.resolve(position, status, self._count)
 
-    def read_slot(
-        self, key: bytes, namespace: bytes | None, location: Location, out: ByteArray
-    ) -> ReadStatus:
-        """Read one pinned page and deal with whatever goes wrong."""
+    def _count(self, status: ReadStatus) -> None:
+        self._core.counters.add(_OUTCOMES[status])
+
+    # -- read threads --------------------------------------------------------------------
+
+    def read_run(self, run: Sequence[Wanted]) -> list[ReadStatus]:
+        """Read pinned pages that lie behind each other; what fails is read again, alone."""
+        core = self._core
+        results: Sequence[SlotRead | None] = [None] * len(run)
+        if len(run) > 1:
+            try:
+                results = core.slot_io.read_run(core.catalog.slab(run[0].location.slab), run)
+            except (OSError, MemoryError):
+                core.counters.add("retry_reads", len(run))
+        return [
+            self._read_page(wanted) if result is None else self._served(wanted, result)
+            for wanted, result in zip(run, results, strict=True)
+        ]
+
+    def _read_page(self, wanted: Wanted) -> ReadStatus:
         core = self._core
         try:
-            slab = core.catalog.slab(location.slab)
+            slab = core.catalog.slab(wanted.location.slab)
             try:
-                result = core.slot_io.read(key, namespace, slab, location, out)
+                result = core.slot_io.read(slab, wanted)
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise
                 core.counters.add("retry_reads")
-                result = core.slot_io.read(key, namespace, slab, location, out)
+                result = core.slot_io.read(slab, wanted)
         except (OSError, MemoryError) as error:
-            return self._on_error(key, location, error)
+            return self._on_error(wanted, error)
+        return self._served(wanted, result)
+
+    def _served(self, wanted: Wanted, result: SlotRead) -> ReadStatus:
+        core = self._core
         core.breaker.success()
         core.counters.add("device_bytes_read", result.device_bytes)
         if result.reread:
             core.counters.add("retry_reads")
         if result.fault is not None:
-            return self._on_fault(key, location, result.fault)
+            return self._on_fault(wanted, result.fault)
         if self._failures:
             with self._lock:
-                self._failures.pop(key, None)
-        core.counters.add("logical_bytes_read", out.nbytes)
+                self._failures.pop(wanted.key, None)
+        core.counters.add("logical_bytes_read", wanted.out.nbytes)
         return ReadStatus.HIT
 
-    def _on_error(self, key: bytes, location: Location, error: BaseException) -> ReadStatus:
+    def _on_error(self, wanted: Wanted, error: BaseException) -> ReadStatus:
         core = self._core
         number = getattr(error, "errno", None)
         core.counters.add(f"error_read_{errno.errorcode.get(number or 0, 'ENOMEM')}")
         if number == errno.ENOENT:  # the slab file is gone, and its pages with it
-            self._drop(key, location)
+            self._drop(wanted)
             return ReadStatus.CORRUPT
         if number not in _TRANSIENT and not isinstance(error, MemoryError):
             core.breaker.failure()
             with self._lock:
-                self._failures[key] += 1
-                hopeless = self._failures[key] >= QUARANTINE_AFTER
+                self._failures[wanted.key] += 1
+                hopeless = self._failures[wanted.key] >= QUARANTINE_AFTER
                 if hopeless:
-                    del self._failures[key]
+                    del self._failures[wanted.key]
             if hopeless:
                 core.counters.add("quarantined")
-                self._drop(key, location)
+                self._drop(wanted)
         return ReadStatus.ERROR
 
-    def _on_fault(self, key: bytes, location: Location, fault: Fault) -> ReadStatus:
+    def _on_fault(self, wanted: Wanted, fault: Fault) -> ReadStatus:
         core = self._core
-        if not core.catalog.is_current(key, location):
+        if not core.catalog.is_current(wanted.key, wanted.location):
             return ReadStatus.MISS
         for name in _FAULT_COUNTERS[fault]:
             core.counters.add(name)
         if self._writer is None:
             # Beside a live writer the slot may simply hold another page by now.
             return ReadStatus.MISS if fault is Fault.STALE else ReadStatus.CORRUPT
-        self._drop(key, location)
+        self._drop(wanted)
         return ReadStatus.CORRUPT
 
-    def _drop(self, key: bytes, location: Location) -> None:
+    def _drop(self, wanted: Wanted) -> None:
         if self._writer is not None:
-            self._writer.forget(key, location)
+            self._writer.forget(wanted.key, wanted.location)
 
     def stop(self, timeout_s: float) -> bool:
         """End the read threads; False when time ran out.  ``closing`` must be set."""
@@ -182,53 +239,55 @@ class Reader:
             self._pool.stop()
         return self._pool.join(timeout_s)
 
-    @property
-    def core(self) -> Core:
-        """The tier's parts."""
-        return self._core
-
 
 def _do_nothing() -> None:
     """A short deadline of the caller's says nothing about the device."""
 
 
 class ReadJob:
-    """One page to read, pinned until done."""
+    """Some pages of one ticket, pinned until done, for one read thread."""
 
-    __slots__ = ("_key", "_location", "_namespace", "_out", "_position", "_reader", "_ticket")
+    __slots__ = ("_left", "_reader", "_ticket", "pages")
 
-    def __init__(
-        self,
-        reader: Reader,
-        ticket: ReadTicket,
-        position: int,
-        key: bytes,
-        namespace: bytes | None,
-        location: Location,
-        out: ByteArray,
-    ) -> None:
+    def __init__(self, reader: Reader, ticket: ReadTicket) -> None:
         self._reader = reader
         self._ticket = ticket
-        self._position = position
-        self._key = key
-        self._namespace = namespace
-        self._location = location
-        self._out = out
+        self._left = 0
+        self.pages: list[tuple[int, Wanted]] = []
 
     def run(self) -> None:
-        """Read (on a read thread), unless nobody waits any more."""
-        if self._reader.core.closing:
-            status = ReadStatus.CLOSED
-        elif self._ticket.expired:
-            status = ReadStatus.TIMEOUT
-        else:
-            status = self._reader.read_slot(self._key, self._namespace, self._location, self._out)
-        self._end(status)
+        """Read the pages, unless nobody waits any more."""
+        while self._left < len(self.pages):
+            count = self._adjacent(self._left)
+            if self._reader.core.closing:
+                statuses = [ReadStatus.CLOSED] * count
+            elif self._ticket.expired:
+                statuses = [ReadStatus.TIMEOUT] * count
+            else:
+                statuses = self._reader.read_run(
+                    [wanted for _, wanted in self.pages[self._left : self._left + count]]
+                )
+            for status in statuses:
+                self._end(status)
+
+    def _adjacent(self, start: int) -> int:
+        """Return how many pages from ``start`` on can be read in one call."""
+        first = self.pages[start][1]
+        slab = self._reader.core.catalog.slab(first.location.slab)
+        stop = start + 1
+        while stop < len(self.pages) and follows(
+            slab, self.pages[stop - 1][1], self.pages[stop][1]
+        ):
+            stop += 1
+        return stop - start
 
     def fail(self, error: BaseException) -> None:
-        """Report a failure that ``run`` did not expect as a miss."""
-        self._end(ReadStatus.ERROR)
+        """Report a failure that ``run`` did not expect as misses."""
+        while self._left < len(self.pages):
+            self._end(ReadStatus.ERROR)
 
     def _end(self, status: ReadStatus) -> None:
-        self._reader.core.catalog.unpin(self._location)
-        self._reader.settle(self._ticket, self._position, status)
+        position, wanted = self.pages[self._left]
+        self._left += 1
+        self._reader.core.catalog.unpin(wanted.location)
+        self._reader.settle(self._ticket, position, status)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from tierkv.storage.backend import IOBackend, sync_directory
 from tierkv.storage.format import IndexRecord, decode_record, encode_record, record_of, record_sum
-from tierkv.storage.index import IndexDamagedError, LmdbIndex, write_index
+from tierkv.storage.index import IndexDamagedError, LmdbIndex, pad_file, write_index
 from tierkv.storage.layout import CleanMark, Layout, SlabMeta
 from tierkv.storage.slotio import SlotIO
 
@@ -132,8 +132,9 @@ def set_index_aside(layout: Layout, backend: IOBackend) -> Salvage:
     backend.rename(layout.index, old)
     salvage = Salvage()
     try:
+        pad_file(old)
         index = LmdbIndex(old, backend)
-    except IndexDamagedError as error:
+    except (IndexDamagedError, OSError) as error:
         logger.warning("%s", error)
         return salvage
     try:

@@ -1,29 +1,39 @@
-"""Writing one page into a slot and reading it back, every byte checked."""
+"""Writing pages into slots and reading them back, every byte checked.
+
+Pages in adjacent slots go in one system call where their memory allows it: small pages
+would otherwise spend more time in calls than in transfers.
+"""
 
 from __future__ import annotations
 
+import errno
 import threading
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
 from tierkv.storage.aligned import ByteArray, aligned_empty, is_direct, round_up
 from tierkv.storage.backend import IOBackend, transfer_all
-from tierkv.storage.catalog import Location
 from tierkv.storage.codec import RAW, Codec, codecs_by_id
+from tierkv.storage.columns import Location
 from tierkv.storage.format import (
     HEADER_BYTES,
+    IndexRecord,
     SlotHeader,
     decode_header,
     encode_header,
     hash_page,
     hash_ranges,
+    record_of,
 )
 from tierkv.storage.layout import SlabMeta
 from tierkv.storage.slabs import SlabFiles
 from tierkv.storage.types import PageWrite
+
+MAX_RUN = 64  # pages in one system call; each is two buffers, and the kernel takes 1024
 
 
 class Fault(StrEnum):
@@ -35,13 +45,29 @@ class Fault(StrEnum):
     TORN = "torn"  # likewise, and its end is among what does not match
 
 
-@dataclass(frozen=True, slots=True)
-class SlotRead:
+class SlotRead(NamedTuple):
     """What reading a slot gave; ``fault`` None means the destination holds the page."""
 
     fault: Fault | None
     device_bytes: int
     reread: bool
+
+
+class Wanted(NamedTuple):
+    """A page to read: what its slot must hold, and where it goes (exactly its size)."""
+
+    key: bytes
+    namespace: bytes | None
+    location: Location
+    out: ByteArray
+
+
+class Placed(NamedTuple):
+    """A page to write, and its place."""
+
+    page: PageWrite
+    slot: int
+    seq: int
 
 
 class SlotIO:
@@ -55,14 +81,45 @@ class SlotIO:
         self._fingerprint = files.fingerprint
         self._local = threading.local()
 
-    def write(self, page: PageWrite, slab: SlabMeta, slot: int, seq: int) -> tuple[SlotHeader, int]:
-        """Write a page and return its header and the bytes sent to the device.
+    # -- writing -------------------------------------------------------------------------
+
+    def write(self, slab: SlabMeta, run: Sequence[Placed]) -> tuple[list[IndexRecord], int]:
+        """Write pages into adjacent slots, and return their records and the bytes sent.
 
         Nothing is durable before the slab is synced.
+
+        Args:
+            slab: where.
+            run: at most ``MAX_RUN`` pages, in slots that follow each other.
 
         Raises:
             OSError: the write failed, or the device took only a part.
         """
+        blocks = self._blocks(len(run))
+        records: list[IndexRecord] = []
+        buffers: list[ByteArray] = []
+        first = run[0].slot
+        for number, placed in enumerate(run):
+            header, stored = self._encode(slab, placed)
+            encode_header(header, blocks[number])
+            records.append(record_of(header, slab.id))
+            if not is_direct(stored):
+                stored = self._staged(stored, number, slab.slot_bytes - HEADER_BYTES)
+            buffers += (blocks[number], stored)
+            gap = slab.slot_bytes - HEADER_BYTES - stored.nbytes
+            if gap and number + 1 < len(run):  # a short page ends the call
+                self._send(slab, first, buffers)
+                first, buffers = placed.slot + 1, []
+        self._send(slab, first, buffers)
+        return records, sum(HEADER_BYTES + round_up(r.stored_bytes) for r in records)
+
+    def _send(self, slab: SlabMeta, slot: int, buffers: Sequence[ByteArray]) -> None:
+        fd = self._files.descriptor(slab.id)
+        if not transfer_all(self._backend.pwritev, fd, buffers, slot * slab.slot_bytes):
+            raise OSError(errno.EIO, "the device took only a part of the page")
+
+    def _encode(self, slab: SlabMeta, placed: Placed) -> tuple[SlotHeader, ByteArray]:
+        page = placed.page
         payload = page.payload
         ranges = hash_ranges(payload, page.layer_bytes)
         encoded = self._codec.encode(payload)
@@ -71,8 +128,8 @@ class SlotIO:
             info=page.info,
             slab_uuid=bytes.fromhex(slab.uuid),
             fingerprint=self._fingerprint,
-            slot=slot,
-            seq=seq,
+            slot=placed.slot,
+            seq=placed.seq,
             raw_bytes=payload.nbytes,
             stored_bytes=stored.nbytes,
             codec=RAW if encoded is None else self._codec.id,
@@ -82,40 +139,51 @@ class SlotIO:
             page_hash=hash_page(ranges),
             ranges=ranges,
         )
-        block = self._header_block()
-        encode_header(header, block)
-        if is_direct(stored):
-            buffers = [block, stored]
-        else:
-            staging = self._staging(round_up(stored.nbytes))
-            np.copyto(staging[: stored.nbytes], stored)
-            staging[stored.nbytes :] = 0
-            buffers = [block, staging]
-        fd = self._files.descriptor(slab.id)
-        if not transfer_all(self._backend.pwritev, fd, buffers, slot * slab.slot_bytes):
-            raise OSError(5, "the device took only a part of the page")
-        return header, sum(b.nbytes for b in buffers)
+        return header, stored
 
-    def read(
-        self,
-        key: bytes,
-        namespace: bytes | None,
-        slab: SlabMeta,
-        location: Location,
-        out: ByteArray,
-    ) -> SlotRead:
-        """Read a page into ``out`` (as long as the page) and check it, twice if need be.
+    def _staged(self, stored: ByteArray, number: int, slot_payload: int) -> ByteArray:
+        """Return an aligned, zero-padded copy in the thread's staging memory."""
+        size = round_up(stored.nbytes)
+        staging = self._staging((number + 1) * slot_payload)[number * slot_payload :][:size]
+        np.copyto(staging[: stored.nbytes], stored)
+        staging[stored.nbytes :] = 0
+        return staging
 
-        ``out`` may hold anything after a fault.
+    # -- reading -------------------------------------------------------------------------
+
+    def read(self, slab: SlabMeta, wanted: Wanted) -> SlotRead:
+        """Read one page into its destination and check it, twice if need be.
+
+        The destination may hold anything after a fault.
 
         Raises:
             OSError: the read failed.
         """
-        fault, count = self._read_once(key, namespace, slab, location, out)
+        fault, count = self._read_once(slab, wanted)
         if fault in (None, Fault.STALE):
             return SlotRead(fault, count, False)
-        fault, again = self._read_once(key, namespace, slab, location, out)
+        fault, again = self._read_once(slab, wanted)
         return SlotRead(fault, count + again, True)
+
+    def read_run(self, slab: SlabMeta, run: Sequence[Wanted]) -> list[SlotRead | None]:
+        """Read pages that ``follows`` chained, in one call; None for any that needs ``read``.
+
+        Raises:
+            OSError: the read failed; nothing can be said of any page.
+        """
+        blocks = self._blocks(len(run))
+        buffers: list[ByteArray] = []
+        for block, wanted in zip(blocks, run, strict=False):
+            buffers += (block, wanted.out)
+        fd = self._files.descriptor(slab.id)
+        at = run[0].location.slot * slab.slot_bytes
+        if not transfer_all(self._backend.preadv, fd, buffers, at):
+            return [None] * len(run)
+        results: list[SlotRead | None] = []
+        for block, wanted in zip(blocks, run, strict=False):
+            good = self._check(slab, wanted, decode_header(block), wanted.out, staged=False) is None
+            results.append(SlotRead(None, slab.slot_bytes, False) if good else None)
+        return results
 
     def read_header(self, slab: SlabMeta, slot: int) -> SlotHeader | None:
         """Return the valid header in a slot, or None (blank, damaged, another slab's).
@@ -123,7 +191,7 @@ class SlotIO:
         Raises:
             OSError: the read failed.
         """
-        block = self._header_block()
+        block = self._blocks(1)[0]
         fd = self._files.descriptor(slab.id)
         if not transfer_all(self._backend.preadv, fd, [block], slot * slab.slot_bytes):
             return None
@@ -133,45 +201,47 @@ class SlotIO:
         fits = HEADER_BYTES + round_up(header.stored_bytes) <= slab.slot_bytes
         return header if fits else None
 
-    def _read_once(
-        self,
-        key: bytes,
-        namespace: bytes | None,
-        slab: SlabMeta,
-        location: Location,
-        out: ByteArray,
-    ) -> tuple[Fault | None, int]:
-        size = location.stored_bytes
-        raw = size == location.raw_bytes
-        straight = raw and is_direct(out)
-        body = out if straight else self._staging(round_up(size))
-        block = self._header_block()
+    def _read_once(self, slab: SlabMeta, wanted: Wanted) -> tuple[Fault | None, int]:
+        location, out = wanted.location, wanted.out
+        straight = location.stored_bytes == location.raw_bytes and is_direct(out)
+        body = out if straight else self._staging(round_up(location.stored_bytes))
+        block = self._blocks(1)[0]
         fd = self._files.descriptor(slab.id)
         at = location.slot * slab.slot_bytes
+        whole = transfer_all(self._backend.preadv, fd, [block, body], at)
+        header = decode_header(block) if whole else None
         count = HEADER_BYTES + body.nbytes
-        if not transfer_all(self._backend.preadv, fd, [block, body], at):
-            return Fault.HEADER, count
-        header = decode_header(block)
+        stored = body[: location.stored_bytes]
+        return self._check(slab, wanted, header, stored, staged=not straight), count
+
+    def _check(
+        self,
+        slab: SlabMeta,
+        wanted: Wanted,
+        header: SlotHeader | None,
+        stored: ByteArray,
+        *,
+        staged: bool,
+    ) -> Fault | None:
+        """Check header and stored bytes, and bring the page into its destination."""
+        location, out = wanted.location, wanted.out
         if header is None:
-            return Fault.HEADER, count
+            return Fault.HEADER
         if not (
-            header.info.key == key
+            header.info.key == wanted.key
             and header.seq == location.seq
             and self._belongs(header, slab, location.slot)
-            and namespace in (None, header.info.namespace)
+            and wanted.namespace in (None, header.info.namespace)
             and header.raw_bytes == location.raw_bytes == out.nbytes
-            and header.stored_bytes == size
+            and header.stored_bytes == location.stored_bytes
         ):
-            return Fault.STALE, count
-        if straight:
-            return _compare(header, out), count
-        stored = body[:size]
-        if header.codec == RAW:
-            fault = _compare(header, stored)
-            if fault is None:
-                np.copyto(out, stored)
-            return fault, count
-        return self._decode(header, stored, out), count
+            return Fault.STALE
+        if header.codec != RAW:
+            return self._decode(header, stored, out)
+        fault = _compare(header, stored)
+        if fault is None and staged:
+            np.copyto(out, stored)
+        return fault
 
     def _decode(self, header: SlotHeader, stored: ByteArray, out: ByteArray) -> Fault | None:
         codec = self._codecs.get(header.codec)
@@ -188,17 +258,36 @@ class SlotIO:
             and header.fingerprint == self._fingerprint
         )
 
-    def _header_block(self) -> ByteArray:
-        if not hasattr(self._local, "block"):
-            self._local.block = aligned_empty(HEADER_BYTES)
-        block: ByteArray = self._local.block
-        return block
+    # -- scratch memory ------------------------------------------------------------------
+
+    def _blocks(self, count: int) -> list[ByteArray]:
+        """Return at least ``count`` aligned header blocks of this thread."""
+        blocks: list[ByteArray] | None = getattr(self._local, "blocks", None)
+        if blocks is None:
+            memory = aligned_empty(MAX_RUN * HEADER_BYTES)
+            blocks = self._local.blocks = list(memory.reshape(MAX_RUN, HEADER_BYTES))
+        assert count <= len(blocks), "too many pages in a run"
+        return blocks
 
     def _staging(self, size: int) -> ByteArray:
-        if not hasattr(self._local, "staging") or self._local.staging.nbytes < size:
-            self._local.staging = aligned_empty(size)
-        staging: ByteArray = self._local.staging
+        """Return ``size`` aligned bytes of this thread; valid until the next call."""
+        staging: ByteArray | None = getattr(self._local, "staging", None)
+        if staging is None or staging.nbytes < size:
+            staging = self._local.staging = aligned_empty(size)
         return staging[:size]
+
+
+def follows(slab: SlabMeta, before: Wanted, wanted: Wanted) -> bool:
+    """Whether two pages can be read in one call: adjacent, raw, whole slots, aligned memory."""
+    payload = slab.slot_bytes - HEADER_BYTES
+    return (
+        wanted.location.slab == before.location.slab
+        and wanted.location.slot == before.location.slot + 1
+        and wanted.location.stored_bytes == payload == before.location.stored_bytes
+        and wanted.out.nbytes == payload == before.out.nbytes
+        and is_direct(wanted.out)
+        and is_direct(before.out)
+    )
 
 
 def _compare(header: SlotHeader, raw: ByteArray) -> Fault | None:

@@ -374,7 +374,7 @@ class SsdTier:
         if not stats.reads_in_flight and not self._reader.in_flight:
             assert stats.lookups == outcomes, f"{stats.lookups} lookups, {outcomes} outcomes"
         if self._writer is not None and core.write_fault is None:
-            mismatches = self._writer.count_index_mismatches()
+            mismatches = self._writer.count_mismatches()
             assert not mismatches, f"index and memory disagree about {mismatches} pages"
 
     def close(self, timeout_s: float = 30.0) -> bool:

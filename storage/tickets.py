@@ -133,21 +133,28 @@ class ReadTicket:
                 return
         self._call(call)
 
-    def resolve(self, position: int, status: ReadStatus) -> ReadStatus:
-        """Set the status of one page and return it: a waiter may have given up before."""
+    def resolve(
+        self, position: int, status: ReadStatus, count: Callable[[ReadStatus], None]
+    ) -> None:
+        """Set the status of one page (the tier's side).
+
+        Args:
+            position: which page.
+            status: what became of it; a timeout, if a waiter gave up before.
+            count: told the status that holds, before anybody who waits is.
+        """
         with self._lock:
             assert self._statuses[position] is None, "a page was resolved twice"
-            if self._expired:
-                status = ReadStatus.TIMEOUT
+            status = ReadStatus.TIMEOUT if self._expired else status
+            count(status)
             self._statuses[position] = status
             self._remaining -= 1
             if self._remaining:
-                return status
+                return
             callbacks, self._callbacks = self._callbacks, []
         for call in callbacks:
             self._call(call)
         self._event.set()
-        return status
 
     def _call(self, call: Callable[[], None]) -> None:
         try:

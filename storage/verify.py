@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tierkv.storage.aligned import aligned_empty
-from tierkv.storage.catalog import Location
+from tierkv.storage.columns import Location
 from tierkv.storage.core import Core
 from tierkv.storage.format import decode_record
 from tierkv.storage.listing import list_records
+from tierkv.storage.slotio import Wanted
 from tierkv.storage.types import VerifyReport
 from tierkv.storage.writer import Writer
 
@@ -36,7 +37,7 @@ def verify_core(
                     buffer = aligned_empty(location.raw_bytes)
                 out = buffer[: location.raw_bytes]
                 slab = core.catalog.slab(location.slab)
-                fault = core.slot_io.read(key, None, slab, location, out).fault
+                fault = core.slot_io.read(slab, Wanted(key, None, location, out)).fault
             except OSError:
                 unreadable += 1
                 fault = None
@@ -49,9 +50,10 @@ def verify_core(
                     repaired += writer.forget(key, location)
         if progress is not None:
             progress(number, len(keys))
-    bad += _lost_pages(core)
+    lost = _lost_pages(core)
+    bad += lost
     return VerifyReport(
-        pages=checked,
+        pages=checked + len(lost),
         bad=len(bad),
         bad_keys=bad,
         unreadable=unreadable,
@@ -72,7 +74,7 @@ def _is_still_there(core: Core, writer: Writer | None, key: bytes, location: Loc
 def _index_mismatches(core: Core, writer: Writer | None) -> int:
     """Count records that do not check out, and pages that only one side knows."""
     if writer is not None:
-        return writer.count_index_mismatches()
+        return writer.count_mismatches()
     return sum(decode_record(key, value) is None for key, value in core.index.records())
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from tierkv.storage.core import Core
-from tierkv.storage.format import SlotHeader
+from tierkv.storage.format import IndexRecord
 from tierkv.storage.layout import SlabMeta
+from tierkv.storage.slotio import Placed
 from tierkv.storage.tickets import WriteTicket
 from tierkv.storage.types import FlushReport, PageWrite
 
@@ -28,77 +29,76 @@ class Group:
     def add(self, job: WriteJob) -> None:
         """Add a page that is about to be written."""
         self.jobs.append(job)
-        self.bytes += job.page.payload.nbytes
+        self.bytes += job.placed.page.payload.nbytes
         self.unwritten += 1
 
 
 class WriteJob:
-    """One page on its way into one slot.
+    """One page on its way into one slot; the writer thread's, but for record and error.
 
     Attributes:
         followers: everybody who waits for this key, whoever put it first in front.
         cancelled: the page was deleted while on its way; it must not be published.
-        header: what was written; None until then, or when it failed with ``error``.
+        record: what to index; None until the page is written, or when that failed.
     """
 
-    __slots__ = (
-        "_core",
-        "_done",
-        "_inbox",
-        "cancelled",
-        "device_bytes",
-        "error",
-        "followers",
-        "group",
-        "header",
-        "page",
-        "seq",
-        "slab",
-        "slot",
-    )
+    __slots__ = ("cancelled", "error", "followers", "group", "placed", "record", "slab")
+
+    def __init__(self, slab: SlabMeta, placed: Placed, group: Group) -> None:
+        self.slab = slab
+        self.placed = placed
+        self.group = group
+        self.followers: list[tuple[PageWrite, WriteTicket, int]] = []
+        self.cancelled = False
+        self.record: IndexRecord | None = None
+        self.error: BaseException | None = None
+
+    @property
+    def key(self) -> bytes:
+        """The page's key."""
+        return self.placed.page.info.key
+
+
+class WriteRun:
+    """Pages for adjacent slots, written together (on a write thread)."""
+
+    __slots__ = ("_core", "_done", "_inbox", "jobs")
 
     def __init__(
         self,
         core: Core,
         inbox: Inbox,
-        done: Callable[[WriteJob], None],
-        page: PageWrite,
-        slab: SlabMeta,
-        slot: int,
-        seq: int,
+        done: Callable[[WriteRun], None],
+        jobs: Sequence[WriteJob],
     ) -> None:
         self._core = core
         self._inbox = inbox
         self._done = done
-        self.page = page
-        self.slab = slab
-        self.slot = slot
-        self.seq = seq
-        self.group: Group | None = None
-        self.followers: list[tuple[PageWrite, WriteTicket, int]] = []
-        self.cancelled = False
-        self.header: SlotHeader | None = None
-        self.device_bytes = 0
-        self.error: BaseException | None = None
+        self.jobs = jobs
 
     def run(self) -> None:
-        """Hash, encode and write the page (on a write thread)."""
+        """Hash, encode and write the pages."""
         try:
-            self.header, self.device_bytes = self._core.slot_io.write(
-                self.page, self.slab, self.slot, self.seq
+            records, size = self._core.slot_io.write(
+                self.jobs[0].slab, [job.placed for job in self.jobs]
             )
         except (OSError, MemoryError) as error:
-            self.error = error
+            self.fail(error)
+            return
+        for job, record in zip(self.jobs, records, strict=True):
+            job.record = record
+        self._core.counters.add("device_bytes_written", size)
         self._inbox.put(lambda: self._done(self))
 
     def fail(self, error: BaseException) -> None:
-        """Report a failure that ``run`` did not expect."""
-        self.error = error
+        """Report that the pages were not written."""
+        for job in self.jobs:
+            job.error = error
         self._inbox.put(lambda: self._done(self))
 
 
 class SyncJob:
-    """The fdatasync of one group, over every slab that it touched."""
+    """The fdatasync of one group, over every slab that it touched (on the sync thread)."""
 
     __slots__ = ("_core", "_done", "_inbox", "errors", "group")
 
@@ -112,9 +112,9 @@ class SyncJob:
         self.errors: dict[int, BaseException] = {}
 
     def run(self) -> None:
-        """Sync (on the sync thread)."""
+        """Sync; a slab's error leaves the others' pages good."""
         core = self._core
-        for slab_id in dict.fromkeys(j.slab.id for j in self.group.jobs if j.header is not None):
+        for slab_id in dict.fromkeys(j.slab.id for j in self.group.jobs if j.record is not None):
             try:
                 core.backend.fdatasync(core.files.descriptor(slab_id))
                 core.counters.add("slab_syncs")
@@ -133,14 +133,14 @@ class FlushRequest:
 
     def __init__(self) -> None:
         self.last_group: Group | None = None
-        self.done = threading.Event()
-        self.report: FlushReport | None = None
+        self._done = threading.Event()
+        self._report: FlushReport | None = None
 
     def finish(self, report: FlushReport) -> None:
         """Hand the report over (the writer's side)."""
-        self.report = report
-        self.done.set()
+        self._report = report
+        self._done.set()
 
     def wait(self, timeout_s: float | None) -> FlushReport | None:
         """Return the report, or None when time ran out."""
-        return self.report if self.done.wait(timeout_s) else None
+        return self._report if self._done.wait(timeout_s) else None
