@@ -5,8 +5,9 @@ The answer is the largest length that all accept: starting from the limit, each 
 turn lowers it to the largest length it accepts, until none does.  A page that reaches
 beyond the answer is used in part.
 
-Tails are looked for below the pages of the spec's anchor group: their lengths say where
-turns have ended, and for these ends every group's tail key is computed and looked up.
+Tails are looked for below the pages of the groups that have trees of their own (the
+anchor, and all that need every page): the lengths of the tails there say where turns have
+ended, and for these ends every group's tail key is computed and looked up.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def match(
     ]
     length = _longest(groups, limit)
     if length < limit:
-        ends = _turn_ends(index, spec.anchor, chains, groups, (length, len(tokens)))
+        ends = _turn_ends(index, spec, chains, groups, (length, len(tokens)))
         if _add_tails(index, chains, groups, tokens, ends, within):
             length = _longest(groups, limit)
     return Match(length, tuple(_select(group, length) for group in groups))
@@ -107,24 +108,28 @@ def _select(group: Acceptor, length: int) -> GroupMatch:
 
 def _turn_ends(
     index: PrefixIndex,
-    anchor: int,
+    spec: CacheSpec,
     chains: Sequence[KeyChain],
     groups: Sequence[Acceptor],
     between: tuple[int, int],
 ) -> list[int]:
     """Return the lengths in (first, last] at which turns may have ended, farthest first."""
-    chain, size = chains[anchor], groups[anchor].size
-    farthest = max(len(group.rows) * group.size for group in groups)
-    if len(groups) == 1:
-        farthest = groups[0].reach
-    first, last = between[0] // size, min(farthest, between[1]) // size
-    parents = key_array(chain.parent(page) for page in range(first, last + 1))
-    ends = {(first + page) * size + tokens for page, tokens in index.tail_ends(parents, anchor)}
-    if any(size % group.size for group in groups):
-        # A turn that ended with a full anchor page may have left tails in other groups.
-        ends.update(page * size for page in range(first, last + 1))
-    inside = [end for end in ends if between[0] < end <= between[1]]
-    return sorted(inside, reverse=True)[:MAX_ENDS]
+    first, last = between
+    farthest = max(group.reach for group in groups)
+    if len(groups) > 1:  # a tail of one group may reach beyond what another needs
+        farthest = max(len(group.rows) * group.size for group in groups)
+    ends: set[int] = set()
+    for g, group in enumerate(groups):
+        if g != spec.anchor and not group.group.kind.needs_every_page:
+            continue  # its tails hang below the anchor's
+        pages = range(first // group.size, min(farthest, last) // group.size + 1)
+        parents = key_array(chains[g].parent(page) for page in pages)
+        for at, tokens in index.tail_ends(parents, g):
+            ends.add(pages[at] * group.size + tokens)
+        if any(group.size % other.size for other in groups):
+            # A turn that ended with a full page here may have left tails in other groups.
+            ends.update(page * group.size for page in pages)
+    return sorted((end for end in ends if first < end <= last), reverse=True)[:MAX_ENDS]
 
 
 def _add_tails(
