@@ -53,3 +53,7 @@ def root(
 def main() -> None:
     """Run the command line."""
     app()
+
+
+if __name__ == "__main__":
+    main()
