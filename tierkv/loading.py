@@ -226,7 +226,10 @@ class Loader:
                     moves.append((row, tier, core.slot(row, tier), private[row]))
                     sources.add(row, tier)
                     claims.end(row)
-                elif tier is not Tier.DEVICE:
+                elif core.is_in(row, Tier.DEVICE):  # somebody else has brought it in meanwhile
+                    if tier is not Tier.DEVICE:
+                        claims.move(row, Tier.DEVICE)
+                else:
                     slot = spare.pop(row)
                     moves.append((row, tier, core.slot(row, tier), slot))
                     sources.add(row, tier)
@@ -234,8 +237,8 @@ class Loader:
                     claims.move(row, Tier.DEVICE)
                     rows.append(row)
             core.counters.promoted_pages += len(rows)
-        arrival = Arrival(rows, sources, self._copy_layers(moves))
-        with core.lock:
+            # Enqueued under the lock: whoever sees a page resident also sees it arriving.
+            arrival = Arrival(rows, sources, self._copy_layers(moves))
             self._arriving.update(dict.fromkeys(rows, arrival))
         return arrival
 

@@ -90,10 +90,19 @@ class Planner:
             self._slots[tier].free(returned)
 
     def install(self, tier: Tier, rows: Sequence[int] | Rows, slots: Sequence[int]) -> None:
-        """Make pages resident in held slots of a memory tier."""
+        """Make pages resident in held slots of a memory tier.
+
+        The slot of a page that has become resident there meanwhile goes back to free.
+        """
+        array = _rows(rows)
+        there = (self.index.residency(array) >> tier & 1).astype(bool)
+        if there.any():
+            self.give_back(tier, [s for s, known in zip(slots, there, strict=True) if known])
+            array = array[~there]
+            slots = [s for s, known in zip(slots, there, strict=True) if not known]
         assert self._held[tier].issuperset(slots), f"{tier.label}: slots not held"
         self._held[tier].difference_update(slots)
-        self.index.set_resident(_rows(rows), tier, np.asarray(slots, np.int32))
+        self.index.set_resident(array, tier, np.asarray(slots, np.int32))
 
     def holds(self, tier: Tier, slots: Iterable[int]) -> bool:
         """Return whether all these slots are held."""

@@ -190,13 +190,10 @@ class Store:
             now = core.clock()
             self._hints.tick(now)
             rows = self._find(token_ids, extras)
-            if not len(rows):
-                return 0
-            concerned = 0
+            concerned = len(rows)
             if ttl_s is not None:
                 self._hints.keep_for(rows, ttl_s, now)
-                concerned = len(rows)
-            if end_of_session:
+            if end_of_session and concerned:
                 in_tree = core.index.group(rows) == core.spec.anchor
                 concerned = self._hints.end_session(int(rows[in_tree][-1]), rows[~in_tree])
             return concerned
@@ -215,7 +212,7 @@ class Store:
             now = self._core.clock()
             self._hints.tick(now)
             rows = self._find(token_ids, extras)
-            return self._hints.pin(rows, owner, ttl_s, now) if len(rows) else 0
+            return self._hints.pin(rows, owner, ttl_s, now)
 
     def unpin(self, owner: str) -> int:
         """End all pins of an owner; return how many pages they held."""
