@@ -155,6 +155,11 @@ class SsdTier:
         return self._core.capacity_pages
 
     @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._core.closing
+
+    @property
     def read_only(self) -> bool:
         """Whether this tier was opened for reading only."""
         return self._writer is None
