@@ -112,10 +112,14 @@ class LmdbIndex:
         backend: IOBackend,
         *,
         read_only: bool = False,
+        lock: bool = True,
         map_bytes: int = START_MAP_BYTES,
         max_map_bytes: int = 1 << 40,
     ) -> None:
         """Open (or create) the index at ``path``.
+
+        ``lock=False`` reads without a place in LMDB's reader table, which takes writing to a
+        file: only where nobody else has the index open.
 
         Raises:
             IndexDamagedError: the file cannot be trusted.
@@ -137,7 +141,7 @@ class LmdbIndex:
             if exists:
                 self.head()
                 map_bytes = max(map_bytes, os.path.getsize(self._data))
-            self._env = self._open_env(read_only, map_bytes)
+            self._env = self._open_env(read_only, lock, map_bytes)
         except BaseException:
             if exists:
                 os.close(self._fd)
@@ -146,7 +150,7 @@ class LmdbIndex:
             self._fd = os.open(self._data, os.O_RDWR | os.O_CLOEXEC)
             self._pad()
 
-    def _open_env(self, read_only: bool, map_bytes: int) -> lmdb.Environment:
+    def _open_env(self, read_only: bool, lock: bool, map_bytes: int) -> lmdb.Environment:
         try:
             env = lmdb.open(
                 self._path,
@@ -155,6 +159,7 @@ class LmdbIndex:
                 sync=False,
                 writemap=False,
                 readonly=read_only,
+                lock=lock,
                 mode=0o600,
             )
         except lmdb.Error as error:

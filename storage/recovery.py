@@ -12,6 +12,7 @@ from tierkv.storage.backend import IOBackend, sync_directory
 from tierkv.storage.format import IndexRecord, decode_record, encode_record, record_of, record_sum
 from tierkv.storage.index import IndexDamagedError, LmdbIndex, pad_file, write_index
 from tierkv.storage.layout import CleanMark, Layout, SlabMeta
+from tierkv.storage.lock import is_locked
 from tierkv.storage.slotio import SlotIO
 
 logger = logging.getLogger(__name__)
@@ -67,10 +68,15 @@ def load_clean_index(
 def load_live_index(layout: Layout, backend: IOBackend) -> tuple[LmdbIndex, Loaded] | None:
     """Open the index read-only as it is now: beside a live writer, or after its death.
 
-    Damaged records are left out; every read checks the slot anyway.
+    Damaged records are left out; every read checks the slot anyway.  Where LMDB's lock file
+    may not be written (another user's store, a read-only filesystem) the index is read
+    without it, if no writer is there.
     """
+    lock = os.access(os.path.join(layout.index, "lock.mdb"), os.W_OK, effective_ids=True)
+    if not lock and is_locked(layout.lock):
+        return None
     try:
-        index = LmdbIndex(layout.index, backend, read_only=True)
+        index = LmdbIndex(layout.index, backend, read_only=True, lock=lock)
     except IndexDamagedError:
         return None
     try:

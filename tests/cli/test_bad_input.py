@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import stat
+from collections.abc import Iterator
+
 import pytest
 
 COMMANDS = [["stat"], ["ls"], ["verify"], ["verify", "--repair"], ["clear", "--yes"]]
@@ -58,6 +62,53 @@ def test_a_store_of_another_version(run, filled, command: list[str]) -> None:
 def test_a_damaged_meta_file(run, filled, command: list[str]) -> None:
     (filled.path / "meta").write_bytes(b"\0" * 100)
     assert_refused(run(*command, filled.path), "meta")
+
+
+@pytest.fixture
+def as_nobody(run, filled, tmp_path) -> Iterator[None]:
+    """Give up root's rights for the test; the folders above the store are opened to all."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can become somebody else")
+    run("ls", filled.path)  # what is imported late is imported now
+    closed = [p for p in (tmp_path, *tmp_path.parents) if not p.stat().st_mode & stat.S_IXOTH]
+    modes = {folder: folder.stat().st_mode for folder in closed}
+    for folder, mode in modes.items():
+        folder.chmod(mode | stat.S_IXOTH)
+    os.setegid(65534)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+        os.setegid(0)
+        for folder, mode in modes.items():
+            folder.chmod(mode)
+
+
+@commands
+def test_a_store_of_somebody_else(run, filled, as_nobody, command: list[str]) -> None:
+    assert_refused(run(*command, filled.path), str(filled.path), "Permission denied")
+
+
+@pytest.fixture
+def readable(filled) -> None:
+    """Let everybody read the store; comes before ``as_nobody``."""
+    for path in (filled.path, *filled.path.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+def test_a_store_that_may_only_be_read_can_be_looked_at(run, filled, readable, as_nobody) -> None:
+    assert run("stat", filled.path, "--json").json["tiers"]["disk"]["pages"] == 10
+    assert run("ls", filled.path, "--json", "--group", "full").json["total"] == 7
+    assert run("verify", filled.path).status == 0
+
+
+@pytest.mark.parametrize("command", [["clear", "--yes"], ["verify", "--repair"]], ids=" ".join)
+def test_a_store_that_may_only_be_read_is_not_changed(
+    run, filled, readable, as_nobody, command: list[str]
+) -> None:
+    assert_refused(run(*command, filled.path), "Permission denied")
+    assert run("ls", filled.path, "--json").json["total"] == 10
 
 
 def test_no_argument_is_a_usage_error(run) -> None:

@@ -14,6 +14,8 @@ from toy_model import MIXED, namespace, turn
 
 from tierkv import Store
 
+pytestmark = pytest.mark.slow
+
 
 def run(*arguments) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tierkv.cli.main", *map(str, arguments)]
