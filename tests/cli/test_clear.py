@@ -10,6 +10,8 @@ def test_clears_when_told_yes(run, filled) -> None:
     assert cleared.status == 0
     assert cleared.json["pages"] == 10
     assert cleared.json["cleared"] is True
+    assert list((filled.path / "slabs").iterdir()) == []
+    assert run("stat", filled.path, "--json").json["tiers"]["disk"]["pages"] == 0
     assert run("ls", filled.path, "--json").json["total"] == 0
     with filled.open() as tier:  # still a store, ready for use
         filled.put(tier, filled.chain("new", 2))

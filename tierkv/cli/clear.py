@@ -9,6 +9,7 @@ import typer
 
 from tierkv.cli.output import JsonOption, console, print_json
 from tierkv.errors import InvalidInputError
+from tierkv.units import format_bytes
 
 
 def clear(
@@ -16,19 +17,23 @@ def clear(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Remove every page of a store, which stays a store, ready for use.
+    """Remove every page of a store and give its disk space back.
 
-    Refuses a store in use and a directory that is not a store.
+    The directory stays a store, ready for use.  Refuses a store in use and a directory that
+    is not a store, and leaves files that are not the store's.
     """
-    from tierkv.cli.directory import clear_pages, count_pages
+    from tierkv.cli.directory import count_pages
+    from tierkv.storage.clearing import clear_directory
 
     pages = count_pages(directory)
     if not yes:
         if as_json:
             raise InvalidInputError("clear --json does not ask; say --yes to remove all pages")
         typer.confirm(f"Remove all {pages} pages in {directory}?", abort=True)
-    clear_pages(directory)
+    report = clear_directory(directory)
     if as_json:
-        print_json({"directory": str(directory), "cleared": True, "pages": pages})
+        removed = {"pages": pages, "slabs": report.slabs, "bytes": report.bytes}
+        print_json({"directory": str(directory), "cleared": True, **removed})
     else:
-        console().print(f"{pages} pages removed", markup=False)
+        space = format_bytes(report.bytes)
+        console().print(f"{pages} pages removed, {space} given back", markup=False)

@@ -11,7 +11,7 @@ import typer
 def demo(
     model: Annotated[
         str,
-        typer.Option(help="smollm2, gemma3, a model folder, a GGUF file or a hub name."),
+        typer.Option(help="smollm2, gemma3, a model's folder or a hub name."),
     ] = "smollm2",
     conversations: Annotated[int, typer.Option(min=1, help="Conversations, interleaved.")] = 3,
     turns: Annotated[int, typer.Option(min=1, help="Turns of each conversation.")] = 3,
@@ -19,7 +19,7 @@ def demo(
         int, typer.Option(min=1, help="Tokens of the document each conversation starts with.")
     ] = 1024,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated in a turn.")] = 16,
-    device: Annotated[str, typer.Option(help="Bytes of the device tier.")] = "160MiB",
+    device: Annotated[str, typer.Option(help="Bytes of the device tier.")] = "96MiB",
     host: Annotated[str, typer.Option(help="Bytes of the host tier.")] = "64MiB",
     disk: Annotated[str, typer.Option(help="Bytes of the disk tier.")] = "1GiB",
     directory: Annotated[

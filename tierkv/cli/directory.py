@@ -186,14 +186,3 @@ def count_pages(directory: Path) -> int:
     """Return how many pages a store at rest holds."""
     with read_only(directory) as tier:
         return tier.stats().pages
-
-
-def clear_pages(directory: Path) -> int:
-    """Remove every page of a store and return how many there were.
-
-    Raises:
-        StoreLockedError: another process has it open.
-    """
-    with read_write(directory) as tier:
-        keys = [info.key for info, _, _ in tier.pages()]
-        return tier.delete(keys)
