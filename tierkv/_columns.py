@@ -44,6 +44,7 @@ class Columns:
         "keys",
         "kids",
         "klass",
+        "marks",
         "num_tokens",
         "parent",
         "pins",
@@ -62,6 +63,7 @@ class Columns:
         self.flags = np.zeros(size, np.uint8)  # public flags and the index's own marks
         self.residency = np.zeros(size, np.uint8)  # bit 1 << tier
         self.klass = np.zeros(size, np.uint8)  # EvictionClass
+        self.marks = np.zeros(size, np.uint8)  # what a touch must look at; see Ranking
         self.end_token = np.zeros(size, np.uint32)
         self.num_tokens = np.zeros(size, np.uint32)
         self.pins = np.zeros(size, np.int32)  # in all tiers together

@@ -79,6 +79,7 @@ class Forest:
             columns.group[owners] = UNKNOWN_GROUP
             columns.flags[owners] = 0
             columns.klass[owners] = EvictionClass.NORMAL
+            columns.marks[owners] = 0
             columns.end_token[owners] = 0
             columns.num_tokens[owners] = 0
             columns.hits[owners] = 0

@@ -14,8 +14,14 @@ from numpy.typing import NDArray
 
 from tierkv._columns import Columns
 from tierkv._queue import EvictionQueue
-from tierkv.policies import PRIORITY_BITS, Policy
+from tierkv.policies import PRIORITY_BITS, EvictionClass, Policy
 from tierkv.tiers import Tier
+
+# Marks of a row: bit 1 << tier while it is queued there, and whether its class is DEAD.
+_QUEUED = np.uint8(sum(1 << tier for tier in Tier))
+_DEAD = 0x80
+
+_FEW = 8  # up to here plain integers are quicker than arrays
 
 # Urgency = _LAST - (class, priority): positive, and the lowest class is the most urgent.
 _LAST = 3 << PRIORITY_BITS
@@ -40,11 +46,28 @@ class Ranking:
         self._follow_generations()
 
     def touched(self, rows: NDArray[np.integer], stamps: NDArray[np.int64]) -> None:
-        """Tell the policies of pages that were used, and reorder those that are queued."""
+        """Tell the policies of pages that were used; reorder and revive where need be."""
         for policy in self._policies.values():
             policy.touched(rows, stamps)
         self._follow_generations()
-        self.requeue(rows)
+        marks = self._columns.marks.take(rows)
+        marked = marks.nonzero()[0]  # of a path, mostly the leaf only
+        if marked.size:
+            rows, marks = rows[marked], marks[marked]
+            dead = rows[(marks & _DEAD) != 0]
+            if dead.size:
+                self.set_class(dead, EvictionClass.NORMAL)
+            self._requeue(rows, marks)
+
+    def set_class(self, rows: NDArray[np.integer], eviction_class: EvictionClass) -> None:
+        """Set the class of rows, and reorder those that are queued."""
+        columns = self._columns
+        columns.klass[rows] = eviction_class
+        marks = columns.marks.take(rows) & _QUEUED
+        self._requeue(rows, marks)
+        if eviction_class is EvictionClass.DEAD:
+            marks |= _DEAD
+        columns.marks[rows] = marks
 
     def choose(self, tier: Tier, count: int) -> list[int]:
         """Take up to ``count`` rows out of a tier's queue, the most urgent first.
@@ -62,6 +85,7 @@ class Ranking:
             elif not urgency:
                 break
             queue.set(row, 0)
+            columns.marks[row] &= ~bit & 0xFF
             chosen.append(row)
             parent = int(columns.parent[row])
             if parent < 0:
@@ -74,32 +98,41 @@ class Ranking:
         self._policies[tier].evicted(np.array(chosen, np.intp))
         return chosen
 
-    def requeue(self, rows: NDArray[np.integer]) -> None:
+    def _requeue(self, rows: NDArray[np.integer], marks: NDArray[np.uint8]) -> None:
         """Reorder those rows that are queued, after their class or priority changed."""
-        for tier, queue in self.queues.items():
-            queued = rows[queue.urgency(rows).nonzero()[0]]
+        if rows.size == 1:  # the leaf of a path: without array arithmetic
+            mark = int(marks[0])
+            for tier in self.queues:
+                if mark >> tier & 1:
+                    self._enqueue(rows, tier)
+            return
+        for tier in self.queues:
+            queued = rows[(marks & (1 << tier)).nonzero()[0]]
             if queued.size:
-                queue.set_many(queued, self._urgencies(queued, tier))
+                self._enqueue(queued, tier)
 
     def dequeue(self, rows: NDArray[np.integer], tier: Tier) -> None:
         """Take rows out of a tier's queue; rows may repeat."""
-        queue = self.queues.get(tier)
-        if queue is None:
+        queue, columns, bit = self.queues.get(tier), self._columns, 1 << tier
+        queued = rows[(columns.marks.take(rows) & bit).nonzero()[0]]
+        if queue is None or not queued.size:
             return
-        queued = rows[queue.urgency(rows).nonzero()[0]]
         if queued.size > 1:
             queued = np.unique(queued)
+        columns.marks[queued] ^= bit
         queue.set_many(queued, np.zeros(queued.size, np.int64))
 
     def refresh(self, rows: NDArray[np.integer], tier: Tier) -> None:
         """Queue those rows that have become evictable; rows may repeat."""
-        queue = self.queues.get(tier)
-        if queue is None or not rows.size:
+        if tier not in self.queues:
             return
         evictable = rows[self.evictable(rows, tier)]
+        if not evictable.size:
+            return
         if evictable.size > 1:
             evictable = np.unique(evictable)
-        queue.set_many(evictable, self._urgencies(evictable, tier))
+        self._columns.marks[evictable] |= 1 << tier
+        self._enqueue(evictable, tier)
 
     def evictable(self, rows: NDArray[np.integer], tier: Tier) -> NDArray[np.bool_]:
         """Return which rows are resident and unpinned in a tier, with no child there."""
@@ -108,6 +141,17 @@ class Ranking:
         held &= columns.tier_pins[tier].take(rows) == 0
         held &= columns.kids[tier].take(rows) == 0
         return held
+
+    def _enqueue(self, rows: NDArray[np.integer], tier: Tier) -> None:
+        """Enter rows into a tier's queue, or reorder them there."""
+        queue, columns = self.queues[tier], self._columns
+        if rows.size > _FEW:
+            queue.set_many(rows, self._urgencies(rows, tier))
+            return
+        priorities = self._policies[tier].priority(rows, columns.stamp.take(rows)).tolist()
+        classes = columns.klass.take(rows).tolist()
+        for row, klass, priority in zip(rows.tolist(), classes, priorities, strict=True):
+            queue.set(row, _LAST - (klass << PRIORITY_BITS) - priority)
 
     def _urgencies(self, rows: NDArray[np.integer], tier: Tier) -> NDArray[np.int64]:
         """Return the urgencies that rows have when queued."""
@@ -121,8 +165,7 @@ class Ranking:
         for tier, policy in self._policies.items():
             if self._generations[tier] != policy.generation:
                 self._generations[tier] = policy.generation
-                queued = self.queues[tier].queued()
-                self.queues[tier].set_many(queued, self._urgencies(queued, tier))
+                self._enqueue(self.queues[tier].queued(), tier)
 
     def check(self, used: NDArray[np.integer]) -> None:
         """Assert that exactly the evictable rows are queued, under their urgencies."""
@@ -132,6 +175,8 @@ class Ranking:
             assert np.array_equal(queue.queued(), expected), (
                 f"{tier.label}: the queued rows are not the evictable ones"
             )
+            marked = used[(self._columns.marks[used] & (1 << tier)) != 0]
+            assert np.array_equal(marked, expected), f"{tier.label}: a mark is wrong"
             urgencies = self._urgencies(expected, tier)
             assert np.array_equal(queue.urgency(expected), urgencies), (
                 f"{tier.label}: a row is queued under an old urgency"

@@ -3,7 +3,7 @@
 Open addressing with linear probing in one preallocated int32 array: an entry is
 ``row + 1``, 0 is empty.  The keys themselves live in the index's key column, and since
 they are SHA-256 digests their low bits are the hash.  The table never grows (it has at
-least two slots for each row there can ever be), so no insert ever pays for a rehash; its
+least four slots for each row there can ever be), so no insert ever pays for a rehash; its
 memory is mapped lazily, so an unused table costs next to nothing.
 """
 
@@ -17,6 +17,8 @@ Rows = NDArray[np.int32]
 
 KEY_WORDS = 4
 _ALL_EQUAL = np.uint32(0x01010101)  # four boolean bytes, all true
+# Slots for each row, at least: at 4, nine keys in ten lie where their hash says.
+_SPARSITY = 4
 # Below this many keys a plain loop beats the fixed cost of numpy calls.
 _FEW = 10
 
@@ -38,11 +40,10 @@ class KeyTable:
     def __init__(self, keys: Words, max_rows: int) -> None:
         """Create a table over a key column of shape ``[at least max_rows, 4]``."""
         size = 16
-        while size < 2 * max_rows:
+        while size < _SPARSITY * max_rows:
             size *= 2
         self._keys = keys
         self._mask = size - 1
-        self._mask_word = np.uint64(size - 1)
         self._slots = np.zeros(size, np.int32)
         # Memoryviews read and write single items several times faster than arrays do.
         self._slot = self._slots.data
@@ -50,34 +51,31 @@ class KeyTable:
 
     def find(self, keys: Words) -> Rows:
         """Return the row of each key, -1 where it is not in the table."""
+        slots = keys[:, 0].view(np.int64) & self._mask
         if len(keys) <= _FEW:
-            return np.array([self._find_one(key) for key in keys.tolist()], np.int32)
-        slots = np.bitwise_and(keys[:, 0], self._mask_word).view(np.int64)
-        rows = self._slots.take(slots)
-        rows -= 1  # row -1 reads the last key, which no lookup can take for a hit below
-        other = ~same_keys(self._keys.take(rows, axis=0), keys)
-        other &= rows >= 0
-        collided = other.nonzero()[0]
-        if collided.size:
-            rows[collided] = self._find_from(keys[collided], slots[collided] + 1)
+            return self._find_few(keys, slots)
+        found = rows = self._at(slots)
+        at = np.arange(0)  # where in ``rows`` the keys of ``found`` belong
+        while True:
+            other = (~same_keys(self._keys.take(found, axis=0), keys)).nonzero()[0]
+            other = other[found.take(other) >= 0]  # an empty slot ends the search
+            if not other.size:
+                return rows
+            keys, slots = keys.take(other, axis=0), (slots.take(other) + 1) & self._mask
+            at = at.take(other) if at.size else other
+            few = len(keys) <= _FEW
+            rows[at] = found = self._find_few(keys, slots) if few else self._at(slots)
+            if few:
+                return rows
+
+    def _at(self, slots: NDArray[np.int64]) -> Rows:
+        """Return the rows in slots; -1, which holds no key, for an empty one."""
+        rows: Rows = self._slots.take(slots) - 1
         return rows
 
-    def _find_from(self, keys: Words, slots: NDArray[np.int64]) -> Rows:
-        """Return the rows of keys, probing from the given slots."""
-        result = np.full(len(keys), -1, np.int32)
-        pending = np.arange(len(keys))
-        while pending.size > _FEW:
-            rows = self._slots.take(slots[pending] & self._mask) - 1
-            hit = same_keys(self._keys.take(rows, axis=0), keys[pending]) & (rows >= 0)
-            result[pending[hit]] = rows[hit]
-            pending = pending[~hit & (rows >= 0)]
-            slots[pending] += 1
-        for i in pending.tolist():
-            result[i] = self._probe(keys[i].tolist(), int(slots[i]) & self._mask)
-        return result
-
-    def _find_one(self, key: list[int]) -> int:
-        return self._probe(key, key[0] & self._mask)
+    def _find_few(self, keys: Words, slots: NDArray[np.int64]) -> Rows:
+        """Return the rows of keys, probing from the given slots on, one by one."""
+        return np.array(list(map(self._probe, keys.tolist(), slots.tolist())), np.int32)
 
     def _probe(self, key: list[int], slot: int) -> int:
         """Return the row of a key given as four words, probing from a slot on, or -1."""
@@ -98,7 +96,7 @@ class KeyTable:
         """
         owners = np.empty_like(rows)
         keys = self._keys.take(rows, axis=0)
-        slots = np.bitwise_and(keys[:, 0], self._mask_word).view(np.int64)
+        slots = keys[:, 0].view(np.int64) & self._mask
         pending = np.arange(len(rows))
         while pending.size:
             at = slots[pending]

@@ -117,7 +117,7 @@ class PrefixIndex(PageReader):
         resident = self._columns.residency.take(rows)
         if within != ANYWHERE:
             resident &= within
-        if not resident.all():  # row -1 reads no residency
+        if np.count_nonzero(resident) < rows.size:  # row -1 reads no residency
             rows[resident == 0] = -1
         return rows
 
@@ -143,9 +143,6 @@ class PrefixIndex(PageReader):
         columns.hits[where] += 1
         if now:
             columns.used_s[where] = now
-        if not columns.klass.take(where).all():  # EvictionClass.DEAD is 0
-            dead = where[columns.klass.take(where) == EvictionClass.DEAD]
-            columns.klass[dead] = EvictionClass.NORMAL
         self._ranking.touched(where, stamps)
 
     def restore_usage(
@@ -298,9 +295,7 @@ class PrefixIndex(PageReader):
 
     def set_class(self, rows: RowsLike, eviction_class: EvictionClass) -> None:
         """Set the eviction class of pages (distinct rows); it outranks every policy."""
-        where = as_rows(rows)
-        self._columns.klass[where] = eviction_class
-        self._ranking.requeue(where)
+        self._ranking.set_class(_distinct(rows), eviction_class)
 
     def victims(self, tier: Tier, count: int) -> Rows:
         """Choose up to ``count`` pages to evict from a tier and pin them there.
