@@ -196,10 +196,10 @@ def _prepared(directory: Path | None) -> Path:
     """Return the store's directory; the demo's own default one is emptied."""
     if directory is not None:
         return directory
-    from tierkv.cli.directory import clear_pages
+    from tierkv.storage.clearing import clear_directory
 
     with contextlib.suppress(NotAStoreError):
-        clear_pages(DEFAULT_DIRECTORY)
+        clear_directory(DEFAULT_DIRECTORY)
     return DEFAULT_DIRECTORY
 
 
