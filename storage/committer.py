@@ -89,6 +89,7 @@ class Committer:
             self._postpone()
             return False
         if not self._unsynced:
+            core.catalog.release(self._epoch)  # what a read kept back before
             return True
         try:
             self._index.sync()

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-
 import numpy as np
 
 from tierkv.storage.aligned import ByteArray, aligned_empty

@@ -1,0 +1,525 @@
+"""Storage faults while serving: each is a counted miss or a status, never wrong bytes."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from tierkv.storage.aligned import aligned_empty
+from tierkv.storage.ssd import ReadStatus, WriteStatus
+from tierkv.storage.testing import (
+    TEST_NAMESPACE,
+    FaultyBackend,
+    Gate,
+    ManualClock,
+    make_page,
+    page_bytes,
+    page_key,
+)
+
+SIZE = 16 << 10
+SLOT = SIZE + 4096
+HIT, MISS, CORRUPT, ERROR = (
+    ReadStatus.HIT,
+    ReadStatus.MISS,
+    ReadStatus.CORRUPT,
+    ReadStatus.ERROR,
+)
+WRITTEN, FAILED, NO_SPACE = WriteStatus.WRITTEN, WriteStatus.FAILED, WriteStatus.NO_SPACE
+
+
+def put(tier, *numbers, **kwargs):
+    return tier.put([make_page(n, SIZE, **kwargs) for n in numbers]).wait(20)
+
+
+def read(tier, *numbers):
+    """Return the statuses, having compared every hit's bytes."""
+    outs = [aligned_empty(SIZE) for _ in numbers]
+    statuses = tier.read([page_key(n) for n in numbers], outs, namespace=TEST_NAMESPACE)
+    for number, out, status in zip(numbers, outs, statuses, strict=True):
+        if status is HIT:
+            assert np.array_equal(out, page_bytes(number, SIZE))
+    return statuses
+
+
+@pytest.fixture
+def backend() -> FaultyBackend:
+    return FaultyBackend()
+
+
+@pytest.fixture
+def tier(open_tier, backend):
+    return open_tier(backend=backend)
+
+
+def slot_of(tier, number):
+    location, _ = tier._core.catalog.pin(page_key(number), None)
+    tier._core.catalog.unpin(location)
+    return location.slab, location.slot
+
+
+def overwrite(tier, number, offset, data):
+    """Change bytes of a page at rest, behind the tier's back."""
+    slab, slot = slot_of(tier, number)
+    with open(tier._core.layout.slab(slab), "r+b") as file:
+        file.seek(slot * SLOT + offset)
+        file.write(data)
+
+
+def slot_bytes_at(tier, number):
+    slab, slot = slot_of(tier, number)
+    with open(tier._core.layout.slab(slab), "rb") as file:
+        file.seek(slot * SLOT)
+        return file.read(SLOT)
+
+
+# -- damaged bytes -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [0, 40, 100, 300, 4095, 4096, 4096 + SIZE // 2, SLOT - 1])
+def test_a_flipped_bit_is_a_miss_and_drops_the_page(tier, offset):
+    put(tier, 1, 2)
+    byte = slot_bytes_at(tier, 1)[offset]
+    overwrite(tier, 1, offset, bytes([byte ^ 4]))
+    assert read(tier, 1, 2) == [CORRUPT, HIT]
+    assert read(tier, 1) == [MISS]
+    stats = tier.stats()
+    assert stats.corrupt == 1
+    assert (stats.checksum_header, stats.checksum_payload) == ((1, 0) if offset < 4096 else (0, 1))
+    assert tier.take_removed() == [page_key(1)]
+    assert tier.take_removed() == []
+    assert put(tier, 1) == [WRITTEN]
+    assert read(tier, 1) == [HIT]
+
+
+@pytest.mark.parametrize("kept", range(4096, SLOT, 4096))
+def test_a_torn_page_is_a_miss(tier, kept):
+    put(tier, 1)
+    overwrite(tier, 1, kept, bytes(SLOT - kept))
+    assert read(tier, 1) == [CORRUPT]
+    assert tier.stats().torn_pages == 1
+
+
+def test_a_bit_flipped_on_the_way_is_read_again(tier, backend):
+    put(tier, 1)
+    backend.inject("preadv", "flip")
+    assert read(tier, 1) == [HIT]
+    assert tier.stats().retry_reads == 1
+    assert tier.stats().corrupt == 0
+
+
+def test_a_write_damaged_on_the_way_is_never_served(tier, backend):
+    backend.inject("pwritev", "flip")
+    assert put(tier, 1) == [WRITTEN]
+    assert read(tier, 1) == [CORRUPT]
+
+
+def test_a_stale_slot_is_a_miss(tier):
+    put(tier, 1, 2)
+    overwrite(tier, 1, 0, slot_bytes_at(tier, 2))
+    assert read(tier, 1, 2) == [CORRUPT, HIT]
+    assert tier.stats().stale_slots == 1
+
+
+def test_swapped_slots_are_misses(tier):
+    put(tier, 1, 2)
+    first, second = slot_bytes_at(tier, 1), slot_bytes_at(tier, 2)
+    overwrite(tier, 1, 0, second)
+    overwrite(tier, 2, 0, first)
+    assert read(tier, 1, 2) == [CORRUPT, CORRUPT]
+    assert tier.stats().stale_slots == 2
+
+
+def test_an_older_write_of_the_same_page_is_a_miss(tier):
+    put(tier, 1)
+    old = slot_bytes_at(tier, 1)
+    tier.delete([page_key(1)])
+    tier.flush()
+    put(tier, 1)
+    overwrite(tier, 1, 0, old)
+    assert read(tier, 1) == [CORRUPT]
+    assert tier.stats().stale_slots == 1
+
+
+def test_verify_finds_and_repairs_what_is_bad(tier, fast_dir):
+    put(tier, *range(6))
+    tier.flush()
+    (fast_dir / "store" / "notes.txt").write_text("not ours")
+    assert tier.verify().ok
+    overwrite(tier, 2, 5000, b"damage")
+    overwrite(tier, 4, 10, b"damage")
+    seen = []
+    report = tier.verify(progress=lambda done, total: seen.append((done, total)))
+    assert (report.pages, report.bad, report.repaired) == (6, 2, 0)
+    assert sorted(report.bad_keys) == sorted([page_key(2), page_key(4)])
+    assert report.unknown_files == ["notes.txt"]
+    assert not report.ok
+    assert seen[-1] == (6, 6)
+    assert tier.verify(repair=True).repaired == 2
+    assert tier.verify().ok
+    assert tier.stats().pages == 4
+    tier.flush()
+    tier.check()
+
+
+# -- reading -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EACCES]
+)
+def test_a_transient_read_error_is_a_miss_and_keeps_the_page(tier, backend, number):
+    put(tier, 1)
+    backend.inject("preadv", number)
+    assert read(tier, 1) == [ERROR]
+    assert read(tier, 1) == [HIT]
+    assert tier.stats().errors_by_kind == {f"read_{errno.errorcode[number]}": 1}
+
+
+def test_a_read_error_is_tried_again_once(tier, backend):
+    put(tier, 1)
+    backend.inject("preadv", errno.EIO)
+    assert read(tier, 1) == [HIT]
+    assert tier.stats().retry_reads == 1
+
+
+def test_a_page_that_cannot_be_read_is_quarantined(tier, backend):
+    put(tier, 1, 2)
+    backend.inject("preadv", errno.EIO, times=6)
+    assert [read(tier, 1)[0] for _ in range(4)] == [ERROR, ERROR, ERROR, MISS]
+    assert tier.stats().quarantined == 1
+    assert tier.take_removed() == [page_key(1)]
+    assert read(tier, 2) == [HIT]
+
+
+def test_a_failing_device_is_taken_out_of_service_and_probed(open_tier, backend):
+    tier = open_tier(backend=backend, breaker_threshold=3)
+    put(tier, *range(10))
+    backend.inject("preadv", errno.EIO, times=None)
+    for number in range(3):
+        assert read(tier, number) == [ERROR]
+    assert tier.stats().breaker == "open"
+    calls = backend.calls["preadv"]
+    assert read(tier, *range(9)) == [ERROR] * 9
+    assert backend.calls["preadv"] == calls
+    assert put(tier, 20) == [FAILED]
+    assert tier.stats().throttled == 10
+    backend.clear()
+    results = [read(tier, 9)[0] for _ in range(16)]
+    assert results.count(HIT) > 0
+    assert tier.stats().breaker == "closed"
+    assert put(tier, 21) == [WRITTEN]
+
+
+def test_short_reads_are_completed(tier, backend):
+    put(tier, 1, 2, 3)
+    backend.inject("preadv", "short", times=3)
+    assert read(tier, 1, 2, 3) == [HIT] * 3
+
+
+def test_a_hung_read_is_a_miss_and_its_memory_stays_busy(open_tier, backend):
+    tier = open_tier(backend=backend, io_threads=1, pages=2)
+    put(tier, 1, 2)
+    gate = Gate()
+    backend.inject("preadv", gate)
+    out = aligned_empty(SIZE)
+    other = aligned_empty(SIZE)
+    ticket = tier.submit_read([page_key(1)], [out])
+    assert gate.reached.wait(20)
+    assert ticket.wait(0.001) == [ReadStatus.TIMEOUT]
+    assert not ticket.settled()
+    settled = threading.Event()
+    ticket.add_settled_callback(settled.set)
+    late = tier.submit_read([page_key(2)], [other])
+    assert late.wait(0.001) == [ReadStatus.TIMEOUT]
+    tier.delete([page_key(1)])
+    tier.flush()
+    assert put(tier, 3) == [NO_SPACE], "the slot being read must not be reused"
+    gate.opened.set()
+    assert settled.wait(20)
+    assert ticket.settled()
+    late.wait(20)
+    assert late.settled()
+    assert (other == 0).all(), "a read nobody waits for is not begun"
+    assert put(tier, 3) == [WRITTEN]
+    assert tier.stats().timeouts == 2
+
+
+def test_hangs_take_the_tier_out_of_service(open_tier, backend):
+    tier = open_tier(backend=backend, io_threads=1, io_timeout_s=0.001, breaker_threshold=2)
+    put(tier, 1, 2)
+    gate = Gate()
+    backend.inject("preadv", gate)
+    for number in (1, 2):
+        assert read(tier, number) == [ReadStatus.TIMEOUT]
+    assert tier.stats().breaker == "open"
+    assert read(tier, 1) == [ERROR]
+    gate.opened.set()
+
+
+@pytest.mark.parametrize("error", [SystemExit(), KeyboardInterrupt(), MemoryError(), ValueError()])
+def test_a_read_that_blows_up_is_a_miss(tier, backend, error):
+    put(tier, 1, 2)
+    backend.inject("preadv", error)
+    assert read(tier, 1) == [ERROR]
+    assert read(tier, 1, 2) == [HIT, HIT]
+
+
+# -- writing -----------------------------------------------------------------------------
+
+
+def test_short_writes_are_completed(tier, backend):
+    backend.inject("pwritev", "short", times=3)
+    assert put(tier, 1, 2, 3) == [WRITTEN] * 3
+    assert read(tier, 1, 2, 3) == [HIT] * 3
+
+
+@pytest.mark.parametrize("number", [errno.ENOMEM, errno.EAGAIN])
+def test_a_transient_write_error_fails_the_page_only(tier, backend, number):
+    backend.inject("pwritev", number)
+    assert put(tier, 1) == [FAILED]
+    assert put(tier, 1) == [WRITTEN]
+    assert tier.stats().retired_slabs == 0
+
+
+def test_a_write_error_retires_the_slab(open_tier, backend, fast_dir):
+    tier = open_tier(backend=backend, pages=8, slab_bytes=4 * SLOT)
+    put(tier, 1)
+    backend.inject("pwritev", errno.EIO)
+    assert put(tier, 2) == [FAILED]
+    assert not tier.contains([page_key(2)])[0]
+    assert tier.stats().retired_slabs == 1
+    assert put(tier, 3, 4) == [WRITTEN] * 2
+    assert slot_of(tier, 3)[0] == 1, "the retired slab is written no more"
+    assert read(tier, 1, 3, 4) == [HIT] * 3
+    report = tier.flush()
+    assert report.ok
+    assert report.failed == [page_key(2)]
+    tier.check()
+    tier.close()
+    again = open_tier(pages=8, slab_bytes=4 * SLOT)
+    assert read(again, 1, 3, 4) == [HIT] * 3
+    assert put(again, 10, 11, 12, 13) == [WRITTEN] * 4, "a retired slab gives way when needed"
+    assert again.take_removed() == [page_key(1)]
+
+
+def test_a_failed_sync_publishes_nothing_and_is_not_repeated(open_tier, backend):
+    tier = open_tier(backend=backend, pages=8, slab_bytes=4 * SLOT)
+    put(tier, 1)
+    before = backend.calls["fdatasync"]
+    backend.inject("fdatasync", errno.EIO)
+    assert put(tier, 2, 3) == [FAILED] * 2
+    assert backend.calls["fdatasync"] == before + 1
+    assert tier.contains([page_key(n) for n in (1, 2, 3)]) == [True, False, False]
+    assert tier.stats().retired_slabs == 1
+    assert put(tier, 2) == [WRITTEN]
+    assert slot_of(tier, 2)[0] == 1
+    assert read(tier, 1, 2) == [HIT, HIT]
+
+
+def test_pages_in_flight_to_a_slab_whose_sync_failed_are_not_published(open_tier, backend):
+    tier = open_tier(backend=backend, pages=8, slab_bytes=4 * SLOT)
+    gate = Gate()
+    backend.inject("fdatasync", gate)
+    first = tier.put([make_page(1, SIZE)])
+    assert gate.reached.wait(20)
+    second = tier.put([make_page(2, SIZE)])
+    backend.inject("fdatasync", errno.EIO)
+    gate.opened.set()
+    assert first.wait(20) == [WRITTEN]
+    assert second.wait(20) == [FAILED]
+    third = put(tier, 3)
+    assert third == [WRITTEN]
+    assert slot_of(tier, 3)[0] == 1
+
+
+def test_no_space_for_a_slab(tier, backend):
+    backend.inject("fallocate", errno.ENOSPC, times=2)
+    assert put(tier, 1) == [NO_SPACE]
+    assert put(tier, 2) == [NO_SPACE]
+    assert put(tier, 3) == [WRITTEN], "it recovers when space returns"
+    assert tier.stats().rejected_no_space == 2
+
+
+def test_no_space_for_a_slab_leaves_the_others_in_use(open_tier, backend, fast_dir):
+    tier = open_tier(backend=backend, pages=8, slab_bytes=4 * SLOT)
+    put(tier, *range(4))
+    backend.inject("fallocate", errno.ENOSPC, times=None)
+    assert put(tier, 4) == [NO_SPACE]
+    tier.delete([page_key(0)])
+    assert put(tier, 4) == [WRITTEN]
+    assert read(tier, *range(1, 5)) == [HIT] * 4
+    assert sorted(p.name for p in (fast_dir / "store" / "slabs").iterdir()) == ["0000"]
+
+
+def test_no_space_while_writing_a_page(tier, backend):
+    backend.inject("pwritev", errno.ENOSPC)
+    assert put(tier, 1) == [NO_SPACE]
+    assert put(tier, 1) == [WRITTEN]
+
+
+def test_no_space_for_the_index(tier, backend):
+    put(tier, 1)
+    backend.inject("commit_index", errno.ENOSPC)
+    assert put(tier, 2) == [NO_SPACE]
+    assert put(tier, 2) == [WRITTEN]
+    assert tier.flush().ok
+    assert read(tier, 1, 2) == [HIT, HIT]
+
+
+def test_no_space_for_a_deletion_is_made_up_for(tier, backend):
+    put(tier, 1, 2)
+    tier.flush()
+    tier.delete([page_key(1)])
+    backend.inject("commit_index", errno.ENOSPC)
+    assert not tier.flush().ok
+    assert read(tier, 1, 2) == [MISS, HIT]
+    assert tier.flush().ok
+    tier.check()
+
+
+@pytest.mark.parametrize("op", ["commit_index", "sync_index"])
+def test_a_failing_index_stops_writing_but_not_reading(open_tier, backend, op, caplog):
+    tier = open_tier(backend=backend)
+    put(tier, 1)
+    assert tier.flush().ok
+    backend.inject(op, errno.EIO)
+    with caplog.at_level(logging.ERROR):
+        put(tier, 2)
+        assert not tier.flush().ok
+    assert "pages are still read" in caplog.text
+    assert tier.stats().read_only
+    assert tier.stats().write_fault
+    assert put(tier, 3) == [WriteStatus.READ_ONLY]
+    assert read(tier, 1) == [HIT]
+    tier.close()
+    again = open_tier()
+    assert not again.stats().clean_open
+    assert read(again, 1, 2) == [HIT, HIT], "the scan finds what was written"
+    assert put(again, 3) == [WRITTEN]
+
+
+@pytest.mark.parametrize("error", [SystemExit(), MemoryError(), ValueError()])
+def test_a_write_that_blows_up_fails_the_page(tier, backend, error):
+    backend.inject("pwritev", error)
+    assert put(tier, 1) == [FAILED]
+    assert put(tier, 1) == [WRITTEN]
+
+
+def test_a_sync_that_blows_up_fails_the_group(tier, backend):
+    backend.inject("fdatasync", ValueError("unexpected"))
+    assert put(tier, 1) == [FAILED]
+    assert tier.stats().worker_errors == 1
+
+
+def test_the_writer_thread_outlives_its_own_failures(tier, backend):
+    put(tier, 1)
+    backend.inject("commit_index", ValueError("unexpected"))
+    assert put(tier, 2) == [FAILED]
+    assert put(tier, 3) == [WriteStatus.READ_ONLY]
+    assert not tier.flush(20).ok
+    assert read(tier, 1) == [HIT]
+
+
+def test_a_hung_write_times_flush_and_close_out(open_tier, backend, fast_dir):
+    tier = open_tier(backend=backend)
+    gate = Gate()
+    backend.inject("pwritev", gate)
+    ticket = tier.put([make_page(1, SIZE)])
+    assert gate.reached.wait(20)
+    assert ticket.wait(0.001) is None
+    assert not tier.flush(0.001).ok
+    assert tier.close(0.01) is False
+    gate.opened.set()
+    assert ticket.wait(20) == [WRITTEN]
+    # The directory stays locked after such a close; let the threads end for the next test.
+    tier._writer._thread.join(20)
+    tier._writer._writes.stop()
+    tier._writer._syncs.stop()
+    assert tier._writer._writes.join(20)
+    assert tier._writer._syncs.join(20)
+    tier._core.release()
+    assert read(open_tier(), 1) == [HIT]
+
+
+# -- opening files, alignment ------------------------------------------------------------
+
+
+def test_too_many_open_files_is_a_miss(open_tier, backend):
+    tier = open_tier()
+    put(tier, 1)
+    tier.close()
+    tier = open_tier(backend=backend)
+    backend.inject("open", errno.EMFILE, match="slabs/0000")
+    assert read(tier, 1) == [ERROR]
+    assert read(tier, 1) == [HIT]
+
+
+def test_direct_io_refused_is_noted_once(open_tier, backend, caplog):
+    backend.inject("open", errno.EINVAL, match=".probe")
+    with caplog.at_level(logging.WARNING):
+        tier = open_tier(backend=backend)
+        put(tier, *range(5))
+    assert caplog.text.count("O_DIRECT") == 1
+    assert not tier.stats().direct
+    assert read(tier, *range(5)) == [HIT] * 5
+
+
+def test_direct_io_can_be_turned_off(open_tier, caplog):
+    with caplog.at_level(logging.WARNING):
+        tier = open_tier(direct=False)
+    assert "O_DIRECT" not in caplog.text
+    put(tier, 1)
+    assert read(tier, 1) == [HIT]
+
+
+def test_signals_do_no_harm(tier):
+    def handler(number, frame):
+        pass
+
+    old = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
+    try:
+        for number in range(16):
+            assert put(tier, number) == [WRITTEN]
+            assert read(tier, number) == [HIT]
+        assert tier.flush().ok
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, old)
+
+
+def test_clock_jumps_do_no_harm(open_tier):
+    clock = ManualClock()
+    tier = open_tier(clock=clock)
+    put(tier, 1)
+    for years in (10, -20):
+        clock.jump(years * 365 * 86400)
+        assert read(tier, 1) == [HIT]
+        assert put(tier, 30 + years) == [WRITTEN]
+        assert tier.flush().ok
+
+
+def test_slab_file_unlinked_while_open(open_tier, backend):
+    tier = open_tier()
+    put(tier, 1, 2)
+    tier.close()
+    tier = open_tier()
+    os.unlink(tier._core.layout.slab(0))
+    assert read(tier, 1) == [CORRUPT]
+    assert read(tier, 1, 2) == [MISS, CORRUPT]
+    assert put(tier, 3) == [FAILED]
+    assert sorted(tier.take_removed()) == sorted([page_key(1), page_key(2)])
+
+
+def test_slab_file_cut_while_open(tier):
+    put(tier, 1, 2)
+    os.truncate(tier._core.layout.slab(0), SLOT)
+    assert read(tier, 1, 2) == [HIT, CORRUPT]
+    assert not tier.verify().ok
