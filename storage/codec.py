@@ -6,6 +6,7 @@ the header names it.
 
 from __future__ import annotations
 
+import struct
 import threading
 from typing import Protocol
 
@@ -18,9 +19,10 @@ from tierkv.storage.aligned import ByteArray
 RAW = 0
 ZSTD_PLANES = 1
 
-_MIN_GAIN = 0.05
+_MIN_GAIN = 0.05  # below this a page is stored raw
+_MIN_BETTER = 0.01  # below this more planes are not worth their time
 _SAMPLE_BYTES = 64 << 10
-_PLANES = (2, 4, 1)  # bfloat16 first: the usual case wins ties
+_PLANES = (1, 2, 4)
 _MAX_WINDOW = 1 << 27
 
 
@@ -61,8 +63,12 @@ class RawCodec:
 class ZstdCodec:
     """Zstandard over byte planes: all first bytes of the elements, then all second ones.
 
-    The exponent bytes of bfloat16 state compress well once they lie side by side; how many
-    planes pay is tried on a sample of each page.  A page that gains under 5 % stays raw.
+    The exponent bytes of bfloat16 state compress well once they lie side by side; mantissa
+    bytes hardly do, and such a plane is stored as it is.  How many planes pay is tried on a
+    sample of each page, and a page that gains under 5 % stays raw.
+
+    Stored: the length of each plane (u32), then the planes; each is one zstd frame, or raw
+    where its length is the full one.
     """
 
     id = ZSTD_PLANES
@@ -73,41 +79,61 @@ class ZstdCodec:
 
     def encode(self, payload: ByteArray) -> tuple[ByteArray, int] | None:
         """Return the compressed page and its number of planes, or None."""
-        compressor = self._compressor()
         sample = payload[: min(payload.nbytes, _SAMPLE_BYTES) & -4]
-        sizes = {
-            n: len(compressor.compress(_split(sample, n).data)) for n in _PLANES if sample.nbytes
-        }
-        planes = min(sizes, key=lambda n: sizes[n]) if sizes else 1
-        if sizes and sizes[planes] > sample.nbytes * (1 - _MIN_GAIN):
+        if not sample.nbytes:
             return None
-        if payload.nbytes % planes:
-            planes = 1
-        stored = compressor.compress(_split(payload, planes).data)
+        best, best_size = 0, sample.nbytes * (1 - _MIN_GAIN)
+        for planes in _PLANES:
+            if payload.nbytes % planes == 0:
+                size = sum(len(part) for part in self._compress(sample, planes))
+                if size < best_size * (1 - _MIN_BETTER if best else 1):
+                    best, best_size = planes, size
+        if not best:
+            return None
+        parts = self._compress(payload, best)
+        lengths = struct.pack(f"<{best}I", *(len(part) for part in parts))
+        stored = b"".join([lengths, *parts])
         if len(stored) > payload.nbytes * (1 - _MIN_GAIN):
             return None
-        return np.frombuffer(stored, np.uint8), planes
+        return np.frombuffer(stored, np.uint8), best
+
+    def _compress(self, data: ByteArray, planes: int) -> list[bytes]:
+        compressor = self._compressor()
+        parts = []
+        for column in data.reshape(-1, planes).T:
+            plane = np.ascontiguousarray(column)
+            packed = compressor.compress(plane.data)
+            parts.append(packed if len(packed) < plane.nbytes else plane.tobytes())
+        return parts
 
     def decode(self, stored: ByteArray, param: int, out: ByteArray) -> bool:
         """Decompress at most ``out.nbytes``, whatever the stream claims."""
-        if param not in _PLANES or out.nbytes % param:
+        if param not in _PLANES or out.nbytes % param or stored.nbytes < 4 * param:
             return False
-        planar = out if param == 1 else np.empty(out.nbytes, np.uint8)
-        try:
-            if zstandard.frame_content_size(stored.data) != out.nbytes:
+        lengths = struct.unpack_from(f"<{param}I", stored.data)
+        if 4 * param + sum(lengths) != stored.nbytes:
+            return False
+        at = 4 * param
+        for column, length in zip(out.reshape(-1, param).T, lengths, strict=True):
+            if not self._decode_plane(stored[at : at + length], column):
                 return False
-            with self._decompressor().stream_reader(
-                stored.data, read_across_frames=False
-            ) as reader:
-                view = planar.data
-                while view and (count := reader.readinto(view)):
-                    view = view[count:]
-                if view or reader.read(1):
-                    return False
-        except zstandard.ZstdError:
+            at += length
+        return True
+
+    def _decode_plane(self, packed: ByteArray, column: ByteArray) -> bool:
+        if packed.nbytes == column.size:
+            np.copyto(column, packed)
+            return True
+        try:
+            # Checked first: the library allocates what the frame says.
+            if zstandard.frame_content_size(packed.data) != column.size:
+                return False
+            plane = self._decompressor().decompress(packed.data, allow_extra_data=False)
+        except (zstandard.ZstdError, MemoryError):
             return False
-        if param != 1:
-            _merge(planar, param, out)
+        if len(plane) != column.size:
+            return False
+        np.copyto(column, np.frombuffer(plane, np.uint8))
         return True
 
     def _compressor(self) -> zstandard.ZstdCompressor:
@@ -123,18 +149,6 @@ class ZstdCodec:
             self._local.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW)
         decompressor: zstandard.ZstdDecompressor = self._local.decompressor
         return decompressor
-
-
-def _split(data: ByteArray, planes: int) -> ByteArray:
-    if planes == 1:
-        return data
-    out = np.empty(data.nbytes, np.uint8)
-    np.copyto(out.reshape(planes, -1), data.reshape(-1, planes).T)
-    return out
-
-
-def _merge(planar: ByteArray, planes: int, out: ByteArray) -> None:
-    np.copyto(out.reshape(-1, planes), planar.reshape(planes, -1).T)
 
 
 _CODECS: dict[str, type[RawCodec] | type[ZstdCodec]] = {"raw": RawCodec, "zstd": ZstdCodec}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -127,10 +128,8 @@ def test_recovery_may_be_interrupted_anywhere(open_tier, fast_dir, op):
         shutil.copytree(fast_dir / "image", path)
         backend = FaultyBackend()
         backend.inject(op, errno.EIO, skip=n)
-        try:
+        with contextlib.suppress(OSError):  # StoreError is one
             open_tier(path, backend=backend).close()
-        except Exception as error:
-            assert isinstance(error, OSError), error
         fired = backend.fired(op)
         again = open_tier(path)
         assert read(again, *range(5)) == [HIT] * 5
@@ -296,7 +295,9 @@ def change_meta(store, **changes):
 @pytest.mark.parametrize("read_only", [False, True])
 def test_another_version_is_refused_and_nothing_changed(closed_store, reopen, changes, read_only):
     change_meta(closed_store, **changes)
-    before = {p: p.read_bytes() for p in closed_store.rglob("*") if p.is_file() and p.name != "lock"}
+    before = {
+        p: p.read_bytes() for p in closed_store.rglob("*") if p.is_file() and p.name != "lock"
+    }
     with pytest.raises(StoreVersionError, match="nothing was changed"):
         reopen(read_only=read_only)
     assert all(p.read_bytes() == data for p, data in before.items())
@@ -422,9 +423,7 @@ def run_script(path, backend) -> set[int]:
             numbers = range(first, first + 4)
             statuses = put(tier, *numbers)
             written = {
-                n
-                for n, s in zip(numbers, statuses, strict=True)
-                if s is WriteStatus.WRITTEN
+                n for n, s in zip(numbers, statuses, strict=True) if s is WriteStatus.WRITTEN
             }
             if tier.flush(20).ok:
                 promised |= written

@@ -74,7 +74,13 @@ def test_pages_survive_reopening(open_tier):
 
 def test_info_survives_close_and_scan(open_tier, fast_dir):
     tier = open_tier(namespaces={TEST_NAMESPACE: '{"model": "x"}'})
-    info = {'parent': page_key(0), 'group': 2, 'num_tokens': 100, 'flags': PAGE_TAIL, 'created_s': 5}
+    info = {
+        "parent": page_key(0),
+        "group": 2,
+        "num_tokens": 100,
+        "flags": PAGE_TAIL,
+        "created_s": 5,
+    }
     page = make_page(1, SIZE, **info)
     tier.put([page]).wait(20)
     tier.record_usage({page_key(1): (3, 77), page_key(8): (1, 1)})
@@ -266,7 +272,7 @@ def test_many_pages_over_several_slabs(open_tier):
 
 
 def test_larger_and_smaller_capacity(open_tier, caplog):
-    options = {'slab_bytes': 4 * (SIZE + 4096)}
+    options = {"slab_bytes": 4 * (SIZE + 4096)}
     tier = open_tier(pages=8, **options)
     put(tier, *range(8))
     tier.close()
@@ -343,15 +349,15 @@ def test_the_queue_is_bounded(open_tier):
 @pytest.mark.parametrize(
     "options",
     [
-        {'capacity_bytes': 0},
-        {'capacity_bytes': -5},
-        {'slot_payload_bytes': 0},
-        {'io_threads': 0},
-        {'io_timeout_s': 0},
-        {'sync_interval_s': -1},
-        {'codec': "lzma"},
-        {'slab_bytes': 4096},
-        {'capacity_bytes': True},
+        {"capacity_bytes": 0},
+        {"capacity_bytes": -5},
+        {"slot_payload_bytes": 0},
+        {"io_threads": 0},
+        {"io_timeout_s": 0},
+        {"sync_interval_s": -1},
+        {"codec": "lzma"},
+        {"slab_bytes": 4096},
+        {"capacity_bytes": True},
     ],
 )
 def test_bad_options_are_refused(open_tier, fast_dir, options):
