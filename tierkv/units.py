@@ -47,9 +47,10 @@ def parse_bytes(value: int | str, *, name: str = "budget") -> int:
 
 def format_bytes(count: float) -> str:
     """Return a byte count with a binary unit, three significant digits (``1.41 MiB``)."""
-    size = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} B" if unit == "B" else f"{size:.3g} {unit}"
+    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(size) >= 1024 and len(units) > 1:
         size /= 1024
-    return f"{size:.3g} TiB"
+        units.pop(0)
+    # Without an exponent, which three significant digits of 1000 to 1023 would give.
+    exact = units[0] == "B" or abs(size) >= 100
+    return f"{size:.0f} {units[0]}" if exact else f"{size:.3g} {units[0]}"

@@ -80,7 +80,7 @@ def test_limit_and_order(run, filled) -> None:
 def test_table_for_people(run, filled) -> None:
     result = run("ls", filled.path, "--limit", "3", "--sort", "hits")
     assert result.status == 0
-    assert filled.key("b/1").hex()[:12] in result.out
+    assert filled.key("b/1").hex()[:10] in result.out
     assert "64-128" in result.out
     assert "10 pages" in result.out
     assert "3 shown" in result.out

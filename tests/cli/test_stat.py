@@ -25,7 +25,7 @@ def test_table_for_people(run, filled) -> None:
     result = run("stat", filled.path)
     assert result.status == 0
     assert "not open" in result.out
-    for word in ("device", "host", "disk", "CAPACITY", "PINNED", "HIT TOKENS"):
+    for word in ("device", "host", "disk", "CAPACITY", "PINNED", "FOUND"):
         assert word in result.out
 
 

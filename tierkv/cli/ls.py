@@ -25,8 +25,8 @@ from tierkv.cli.pages import (
 )
 from tierkv.units import format_bytes
 
-_KEY_DIGITS = 12
-_NAMESPACE_DIGITS = 8
+_KEY_DIGITS = 10
+_NAMESPACE_DIGITS = 6
 
 
 def ls(
@@ -80,7 +80,7 @@ def _show_pages(
         return
     now = time.time()
     made = table(
-        *("KEY", "NAMESPACE", "GROUP", "TOKENS", "TIERS", "BYTES", "AGE", "USED", "HITS"),
+        *("KEY", "SPACE", "GROUP", "TOKENS", "TIERS", "BYTES", "AGE", "USED", "HITS"),
         right=("TOKENS", "BYTES", "AGE", "USED", "HITS"),
     )
     for row in shown:
@@ -112,7 +112,7 @@ def _show_chains(
         return
     now = time.time()
     made = table(
-        *("LAST PAGE", "NAMESPACE", "GROUP", "TOKENS", "PAGES", "BYTES", "AGE", "USED", "HITS"),
+        *("LAST PAGE", "SPACE", "GROUP", "TOKENS", "PAGES", "BYTES", "AGE", "USED", "HITS"),
         right=("TOKENS", "PAGES", "BYTES", "AGE", "USED", "HITS"),
     )
     for row in shown:

@@ -13,16 +13,22 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+_PIPE_COLUMNS = 200
+
 JsonOption = Annotated[
     bool, typer.Option("--json", help="Print JSON instead of tables.", show_default=False)
 ]
 
 
 def console(*, stderr: bool = False) -> Console:
-    """Return a console on the present stdout or stderr."""
+    """Return a console on the present stdout or stderr.
+
+    Output that goes into a file or another program is not cut to a terminal's width.
+    """
     from rich.console import Console
 
-    return Console(stderr=stderr, highlight=False)
+    stream = sys.stderr if stderr else sys.stdout
+    return Console(stderr=stderr, highlight=False, width=None if stream.isatty() else _PIPE_COLUMNS)
 
 
 def print_json(data: Any) -> None:
@@ -45,11 +51,10 @@ def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) ->
         title: printed above.
         right: headings whose column is aligned to the right (numbers).
     """
-    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     numeric = set(right)
-    made = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    made = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for column in columns:
         made.add_column(column, justify="right" if column in numeric else "left", no_wrap=True)
     return made

@@ -71,8 +71,8 @@ def show(status: dict[str, Any]) -> None:
     out = console()
     out.print(_headline(status), markup=False, soft_wrap=True)
     made = table(
-        *("TIER", "USED", "CAPACITY", "FULL", "PAGES", "PINNED", "HIT TOKENS", "IN", "OUT"),
-        right=("USED", "CAPACITY", "FULL", "PAGES", "PINNED", "HIT TOKENS", "IN", "OUT"),
+        *("TIER", "USED", "CAPACITY", "FULL", "PAGES", "PINNED", "FOUND", "IN", "OUT"),
+        right=("USED", "CAPACITY", "FULL", "PAGES", "PINNED", "FOUND", "IN", "OUT"),
     )
     for name, tier in status["tiers"].items():
         capacity = tier["capacity_bytes"]
@@ -81,7 +81,7 @@ def show(status: dict[str, Any]) -> None:
             name,
             format_bytes(tier["used_bytes"]) if known else "-",
             format_bytes(capacity) if known else "not open",
-            f"{100 * tier['used_bytes'] / capacity:.0f} %" if capacity else "-",
+            f"{100 * tier['used_bytes'] / capacity:.0f}%" if capacity else "-",
             str(tier["pages"]),
             str(tier["pinned"]),
             str(tier["hit_tokens"]),
@@ -89,6 +89,7 @@ def show(status: dict[str, Any]) -> None:
             format_bytes(tier["bytes_out"]),
         )
     out.print(made)
+    out.print("FOUND: tokens of prompts found in the tier; IN, OUT: bytes moved", style="dim")
     counters = _flatten(status.get("counters", {}))
     moved = {name: value for name, value in counters.items() if value}
     if moved:
