@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv._columns import BRANCH, LISTED, PAGE_TAIL, Columns
+from tierkv._columns import BRANCH, LISTED, PAGE_TAIL, UNKNOWN_GROUP, Columns
 from tierkv._forest import Forest
 from tierkv._ranking import Ranking
 from tierkv.tiers import Tier
@@ -45,6 +45,8 @@ def _check_counts(columns: Columns, used: NDArray[np.int32], stats: IndexStats) 
     held = columns.residency[used]
     total = sum(pins[used] for pins in columns.tier_pins.values())
     assert np.array_equal(columns.pins[used], total), "the pins of a row do not add up"
+    unknown = columns.group[used] == UNKNOWN_GROUP
+    assert not held[unknown].any(), "a page is resident of which only the key is known"
     assert stats.pages == np.count_nonzero(held), "the count of pages is wrong"
     for tier in Tier:
         inside = (held & (1 << tier)) != 0

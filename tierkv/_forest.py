@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -10,6 +12,7 @@ from tierkv._columns import (
     LISTED,
     PAGE_TAIL,
     PRIVATE_FLAGS,
+    PUBLIC_FLAGS,
     UNKNOWN_GROUP,
     Columns,
     RowAllocator,
@@ -20,6 +23,9 @@ from tierkv._table import KeyTable, Words, same_keys
 from tierkv._tails import TailLists
 from tierkv.policies import EvictionClass
 from tierkv.tiers import Tier
+
+Column: TypeAlias = NDArray[np.integer]
+Meta: TypeAlias = tuple[Column, Column, Column, Column]
 
 
 class Forest:
@@ -32,18 +38,38 @@ class Forest:
         self.allocator = RowAllocator(max_rows)
         self.tails = TailLists(max_rows, columns.group.data, columns.num_tokens.data)
 
-    def missing(self, words: Words, parents: Words) -> int:
-        """Return how many rows one page and its parent would take."""
-        new = int(self.table.find(words)[0] < 0)
-        return new + int(parents.any() and self.table.find(parents)[0] < 0)
-
     def insert(
-        self,
-        words: Words,
-        parents: Words,
-        meta: tuple[NDArray[np.integer], ...],
-        stamps: NDArray[np.int64],
-        now: int,
+        self, words: Words, parents: Words, meta: Meta, stamps: NDArray[np.int64], now: int
+    ) -> Rows:
+        """Enter those pages that find room, the earlier ones first; -1 for the others.
+
+        Args:
+            words: page keys.
+            parents: parent keys, zeros for none.
+            meta: group, end_tokens, num_tokens and flags of each page.
+            stamps: order of use of each page.
+            now: caller's clock.
+        """
+        count, room = len(words), self.allocator.free_count
+        if 2 * count <= room or self._missing(words, parents) <= room:
+            return self._enter(words, parents, meta, stamps, now)
+        if count == 1:
+            return np.array([-1], np.int32)
+        parts = []
+        for part in (slice(count // 2), slice(count // 2, None)):
+            group, ends, tokens, flags = (values[part] for values in meta)
+            some = (group, ends, tokens, flags)
+            parts.append(self.insert(words[part], parents[part], some, stamps[part], now))
+        return np.concatenate(parts)
+
+    def _missing(self, words: Words, parents: Words) -> int:
+        """Return how many rows pages and their parents would take."""
+        named = np.concatenate([words, parents[parents.any(axis=1)]])
+        unknown = named[self.table.find(named) < 0]
+        return len({key.tobytes() for key in unknown})
+
+    def _enter(
+        self, words: Words, parents: Words, meta: Meta, stamps: NDArray[np.int64], now: int
     ) -> Rows:
         """Enter pages for which there is room."""
         columns = self._columns
@@ -55,7 +81,7 @@ class Forest:
             columns.group[new] = group
             columns.end_token[new] = end_tokens
             columns.num_tokens[new] = num_tokens
-            columns.flags[new] = (columns.flags.take(new) & PRIVATE_FLAGS) | flags
+            columns.flags[new] = (columns.flags.take(new) & PRIVATE_FLAGS) | (flags & PUBLIC_FLAGS)
             columns.used_s[new] = now
             # A page named twice keeps the last of its stamps, like its other columns.
             columns.stamp[new] = stamps[fresh]

@@ -40,10 +40,19 @@ class Ranking:
 
     def created(self, rows: NDArray[np.integer]) -> None:
         """Tell the policies of rows that hold new pages."""
-        stamps = self._columns.stamp.take(rows)
+        stamps, uses = self._columns.stamp.take(rows), np.ones(rows.size, np.int64)
         for policy in self._policies.values():
-            policy.created(rows, stamps)
+            policy.created(rows, stamps, uses)
         self._follow_generations()
+
+    def restored(self, rows: NDArray[np.integer]) -> None:
+        """Tell the policies of pages whose use counts and stamps have been restored."""
+        columns = self._columns
+        stamps, uses = columns.stamp.take(rows), columns.hits.take(rows).astype(np.int64) + 1
+        for policy in self._policies.values():
+            policy.created(rows, stamps, uses)
+        self._follow_generations()
+        self._requeue(rows, columns.marks.take(rows))
 
     def touched(self, rows: NDArray[np.integer], stamps: NDArray[np.int64]) -> None:
         """Tell the policies of pages that were used; reorder and revive where need be."""

@@ -150,7 +150,9 @@ class PrefixIndex(PageReader):
     ) -> None:
         """Set the use counts and last uses that were recorded before a restart.
 
-        Orders the pages by ``used_s``, and pages used in the same second deepest first.
+        Orders the pages by ``used_s``, and pages used in the same second deepest first;
+        all of them count as used later than every page of an earlier call, so restore all
+        pages in one call.
         """
         where = as_rows(rows)
         columns = self._columns
@@ -158,9 +160,8 @@ class PrefixIndex(PageReader):
         columns.used_s[where] = used_s
         oldest_first = np.lexsort((-columns.end_token.take(where).astype(np.int64), used_s))
         where = where[oldest_first]
-        stamps = self._new_stamps(where.size)[::-1]
-        columns.stamp[where] = stamps
-        self._ranking.touched(where, stamps)
+        columns.stamp[where] = self._new_stamps(where.size)[::-1]
+        self._ranking.restored(where)
 
     def _new_stamps(self, count: int) -> NDArray[np.int64]:
         """Return new stamps, the newest first."""
@@ -201,23 +202,11 @@ class PrefixIndex(PageReader):
         words, parent_words = _words(keys), _words(parents)
         count = len(words)
         assert len(parent_words) == count, "insert: keys and parents differ in number"
-        meta = tuple(
-            np.broadcast_to(np.asarray(values), count)
-            for values in (group, end_tokens, num_tokens, flags)
-        )
-        stamps = self._new_stamps(count)
-        if self._allocator.free_count >= 2 * count:
-            return self._forest.insert(words, parent_words, meta, stamps, now)
-        # Nearly full: one page at a time, so that each finds room with its parent or not.
-        rows = np.full(count, -1, np.int32)
-        for i in range(count):
-            one = slice(i, i + 1)
-            if self._forest.missing(words[one], parent_words[one]) <= self._allocator.free_count:
-                single = tuple(values[one] for values in meta)
-                rows[one] = self._forest.insert(
-                    words[one], parent_words[one], single, stamps[one], now
-                )
-        return rows
+        columns = (np.asarray(values) for values in (group, end_tokens, num_tokens, flags))
+        group, ends, lengths, flags = (np.broadcast_to(values, count) for values in columns)
+        assert count == 0 or 0 <= group.max() < UNKNOWN_GROUP, "insert: no such layer group"
+        meta, stamps = (group, ends, lengths, flags), self._new_stamps(count)
+        return self._forest.insert(words, parent_words, meta, stamps, now)
 
     def set_resident(self, rows: RowsLike, tier: Tier, slots: RowsLike | None = None) -> None:
         """Record that a tier holds these pages (distinct rows), in these slots."""

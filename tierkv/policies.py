@@ -44,8 +44,8 @@ class Policy(Protocol):
     def bind(self, max_pages: int) -> None:
         """Allocate what the policy keeps by row; rows lie in [0, max_pages)."""
 
-    def created(self, rows: Rows, stamps: Stamps) -> None:
-        """Learn that rows hold new pages now; what was known of them is void."""
+    def created(self, rows: Rows, stamps: Stamps, uses: NDArray[np.int64]) -> None:
+        """Learn that rows hold these pages now, used so often; forget what was before."""
 
     def touched(self, rows: Rows, stamps: Stamps) -> None:
         """Learn that pages were used, wherever they are; stamps grow with time."""
@@ -65,7 +65,7 @@ class LRU:
     def bind(self, max_pages: int) -> None:
         """See :class:`Policy`."""
 
-    def created(self, rows: Rows, stamps: Stamps) -> None:
+    def created(self, rows: Rows, stamps: Stamps, uses: NDArray[np.int64]) -> None:
         """See :class:`Policy`."""
 
     def touched(self, rows: Rows, stamps: Stamps) -> None:
@@ -114,16 +114,19 @@ class AgeingFrequency:
         self._frequency = np.zeros(max_pages + 1, np.uint8)
         self._priority = np.zeros(max_pages + 1, np.int64)
 
-    def created(self, rows: Rows, stamps: Stamps) -> None:
+    def created(self, rows: Rows, stamps: Stamps, uses: NDArray[np.int64]) -> None:
         """See :class:`Policy`."""
-        self._frequency[rows] = 0
-        self.touched(rows, stamps)
+        self._rate(rows, stamps, uses)
 
     def touched(self, rows: Rows, stamps: Stamps) -> None:
         """See :class:`Policy`."""
+        self._rate(rows, stamps, self._frequency.take(rows).astype(np.int64) + 1)
+
+    def _rate(self, rows: Rows, stamps: Stamps, uses: NDArray[np.int64]) -> None:
+        """Set the priorities of pages used now, so often in all."""
         if not rows.size:
             return
-        uses = np.minimum(self._frequency.take(rows).astype(np.int64) + 1, self._max_frequency)
+        uses = np.minimum(uses, self._max_frequency)
         self._frequency[rows] = uses
         newest = int(stamps.max()) - self._recency_base
         full = self.age + self._max_frequency > self._max_level

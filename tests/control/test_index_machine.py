@@ -156,5 +156,5 @@ class IndexMachine(RuleBasedStateMachine):
         assert found == (row if page.residency else -1)
 
 
-IndexMachine.TestCase.settings = settings(deadline=None, max_examples=150, stateful_step_count=40)
+IndexMachine.TestCase.settings = settings(deadline=None, max_examples=40, stateful_step_count=50)
 TestIndexMachine = IndexMachine.TestCase

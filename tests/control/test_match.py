@@ -142,7 +142,7 @@ kinds = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=400)
+@settings(deadline=None, max_examples=200)
 @given(st.lists(kinds, min_size=1, max_size=3), st.data())
 def test_equals_brute_force(groups, data):
     saved = Saved(make_spec(*groups))

@@ -99,7 +99,7 @@ def test_a_million_slots_in_single_extents():
     slots.check()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_equals_a_set_of_free_slots(data):
     capacity = data.draw(st.integers(1, 40))
