@@ -13,11 +13,22 @@ from typing import cast
 
 import aiofiles.os
 
-from tierkv.errors import NotAStoreError, StoreError, StoreVersionError
+from tierkv.errors import StoreError
+from tierkv.storage.clearing import ClearReport, clear_directory
 from tierkv.storage.layout import Layout, StoreMeta, load_meta
-from tierkv.storage.lock import DirectoryLock, LockOwner, is_locked, read_owner
+from tierkv.storage.lock import LockOwner, is_locked, read_owner
 from tierkv.storage.ssd import SsdTier
 from tierkv.storage.types import VerifyReport
+
+__all__ = [
+    "ClearReport",
+    "DirectoryInfo",
+    "clear_directory",
+    "clear_directory_async",
+    "inspect_directory",
+    "inspect_directory_async",
+    "verify_async",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,55 +89,19 @@ def inspect_directory(path: str | os.PathLike[str]) -> DirectoryInfo:
     )
 
 
-def clear_directory(path: str | os.PathLike[str], *, now: float = 0.0) -> int:
-    """Remove a store: every file of ours, and the directories that are empty then.
-
-    Args:
-        path: the store's directory.
-        now: Unix seconds, noted in the lock while it is held.
-
-    Returns:
-        How many bytes were given back.
-
-    Raises:
-        StoreLockedError: a live process has it open.
-        NotAStoreError: it is not a store; nothing was removed.
-        StoreError: a file cannot be removed.
-    """
-    layout = Layout(os.path.abspath(os.fspath(path)))
-    meta, problem = _meta_or_problem(layout)
-    if meta is None and not isinstance(_version_error(layout), StoreVersionError):
-        raise NotAStoreError(f"{layout.root}: {problem}; nothing was removed")
-    lock = DirectoryLock.acquire(layout.lock, now=now)
-    try:
-        freed = 0
-        known, _ = layout.files()
-        # The meta file goes last but for the lock: an interrupted clearing can be repeated.
-        for name in sorted(known, key=lambda name: (name == "lock", name == "meta")):
-            file = os.path.join(layout.root, name)
-            freed += _allocated(file)
-            os.unlink(file)
-        _remove_empty_directories(layout)
-        return freed
-    except OSError as error:
-        raise StoreError(f"{error.filename}: cannot be removed ({error.strerror})") from error
-    finally:
-        lock.release()
-
-
 async def inspect_directory_async(path: str | os.PathLike[str]) -> DirectoryInfo:
     """Like ``inspect_directory``, without holding up the event loop."""
     call = cast("Callable[..., Awaitable[DirectoryInfo]]", aiofiles.os.wrap(inspect_directory))
     return await call(path)
 
 
-async def clear_directory_async(path: str | os.PathLike[str], *, now: float = 0.0) -> int:
+async def clear_directory_async(path: str | os.PathLike[str]) -> ClearReport:
     """Like ``clear_directory``, without holding up the event loop.
 
     Once begun it runs to its end, even if the task is cancelled.
     """
-    call = cast("Callable[..., Awaitable[int]]", aiofiles.os.wrap(clear_directory))
-    return await call(path, now=now)
+    call = cast("Callable[..., Awaitable[ClearReport]]", aiofiles.os.wrap(clear_directory))
+    return await call(path)
 
 
 async def verify_async(tier: SsdTier, *, repair: bool = False) -> VerifyReport:
@@ -148,22 +123,8 @@ def _meta_or_problem(layout: Layout) -> tuple[StoreMeta | None, str]:
     return meta, "" if meta is not None else "not a tierkv store (no meta file)"
 
 
-def _version_error(layout: Layout) -> StoreError | None:
-    try:
-        load_meta(layout.meta)
-    except StoreError as error:
-        return error
-    return None
-
-
 def _allocated(path: str) -> int:
     try:
         return os.stat(path).st_blocks * 512
     except OSError:
         return 0
-
-
-def _remove_empty_directories(layout: Layout) -> None:
-    for folder, _, _ in os.walk(layout.root, topdown=False):
-        if not os.listdir(folder):
-            os.rmdir(folder)

@@ -7,8 +7,9 @@ import errno
 import numpy as np
 import pytest
 
-from tierkv.errors import NotAStoreError, StoreLockedError
+from tierkv.errors import NotAStoreError, StoreLockedError, StoreVersionError
 from tierkv.storage.clearing import clear_directory
+from tierkv.storage.layout import decode_sealed, encode_sealed
 from tierkv.storage.ssd import ReadStatus
 from tierkv.storage.testing import FaultyBackend, make_page, page_bytes, page_key
 
@@ -49,6 +50,22 @@ def test_clearing_refuses_what_is_no_store(tmp_path) -> None:
     with pytest.raises(NotAStoreError):
         clear_directory(tmp_path)
     assert (tmp_path / "slabs" / "0000").exists()
+
+
+def test_clearing_leaves_files_that_are_not_ours_and_another_version_alone(
+    open_tier, fast_dir
+) -> None:
+    store = fast_dir / "store"
+    with open_tier() as tier:
+        fill(tier)
+    (store / "notes").write_text("keep me")
+    clear_directory(store)
+    assert (store / "notes").read_text() == "keep me"
+    meta = decode_sealed((store / "meta").read_bytes())
+    assert meta is not None
+    (store / "meta").write_bytes(encode_sealed({**meta, "version": 9}))
+    with pytest.raises(StoreVersionError):
+        clear_directory(store)
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
