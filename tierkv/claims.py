@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import ItemsView
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,49 +14,56 @@ if TYPE_CHECKING:
 
 
 class Claims:
-    """The copies that one load has pinned: at most one a page."""
+    """The copies that one load has pinned: at most one a page.  Thread-safe."""
 
     def __init__(self, core: Core) -> None:
         self._core = core
         self._tiers: dict[int, Tier] = {}
 
-    def add(self, row: int, tier: Tier) -> None:
-        """Pin a page's copy in ``tier``."""
+    def add(self, tiers: Mapping[int, Tier]) -> None:
+        """Pin pages, each in the tier given."""
         with self._core.lock:
-            assert row not in self._tiers
-            self._core.index.pin(_one(row), tier)
-            self._tiers[row] = tier
+            assert tiers.keys().isdisjoint(self._tiers), "a page is claimed twice"
+            self._tiers.update(tiers)
+            for tier, rows in _by_tier(tiers.items()):
+                self._core.index.pin(rows, tier)
 
-    def move(self, row: int, tier: Tier) -> None:
-        """Pin the copy in ``tier`` instead of the one pinned before."""
+    def move(self, rows: Iterable[int], tier: Tier) -> None:
+        """Pin the copies in ``tier`` instead of those pinned before."""
         with self._core.lock:
-            old = self._tiers[row]
-            self._core.index.pin(_one(row), tier)
-            self._core.index.unpin(_one(row), old)
-            self._tiers[row] = tier
+            before = {row: self._tiers[row] for row in rows if self._tiers[row] is not tier}
+            self._core.index.pin(np.fromiter(before, np.int32), tier)
+            self._unpin(before)
+            self._tiers.update(dict.fromkeys(before, tier))
 
-    def end(self, row: int) -> None:
-        """Unpin a page's copy."""
+    def end(self, rows: Iterable[int]) -> None:
+        """Unpin some of the pages."""
         with self._core.lock:
-            self._core.index.unpin(_one(row), self._tiers.pop(row))
+            self._unpin({row: self._tiers.pop(row) for row in rows})
+
+    def release(self) -> None:
+        """Unpin everything; idempotent."""
+        with self._core.lock:
+            self.end(list(self._tiers))
             self._core.settled.notify_all()
 
     def tier(self, row: int) -> Tier:
         """Return where a page's pinned copy is."""
         return self._tiers[row]
 
-    def items(self) -> ItemsView[int, Tier]:
-        """Return (row, tier) pairs."""
-        return self._tiers.items()
+    def tiers(self) -> dict[int, Tier]:
+        """Return where the pinned copies are, by row."""
+        return dict(self._tiers)
 
-    def release(self) -> None:
-        """Unpin everything; idempotent."""
-        with self._core.lock:
-            for row, tier in self._tiers.items():
-                self._core.index.unpin(_one(row), tier)
-            self._tiers.clear()
-            self._core.settled.notify_all()
+    def _unpin(self, tiers: Mapping[int, Tier]) -> None:
+        for tier, rows in _by_tier(tiers.items()):
+            self._core.index.unpin(rows, tier)
 
 
-def _one(row: int) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    return np.asarray([row], np.int32)
+def _by_tier(
+    tiers: Iterable[tuple[int, Tier]],
+) -> list[tuple[Tier, np.ndarray[tuple[int], np.dtype[np.int32]]]]:
+    grouped: dict[Tier, list[int]] = {}
+    for row, tier in tiers:
+        grouped.setdefault(tier, []).append(row)
+    return [(tier, np.asarray(rows, np.int32)) for tier, rows in grouped.items()]

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 from tierkv.keys import key_array
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from tierkv.devices.base import Device
     from tierkv.index import PrefixIndex
     from tierkv.keys import Namespace
-    from tierkv.planner import Planner
+    from tierkv.planner import Planner, Rows
     from tierkv.pool import DevicePool
     from tierkv.spec import CacheSpec
     from tierkv.stats import Counters
@@ -118,6 +119,14 @@ class Core:
     def page_bytes(self, row: int) -> int:
         """Return the bytes of a page without its slot's padding."""
         return self.spec.groups[self.group_of(row)].page_bytes
+
+    def count_bytes(self, rows: Sequence[int] | Rows, source: Tier, target: Tier) -> None:
+        """Count the bytes of pages that moved between tiers."""
+        groups = np.bincount(self.index.group(rows), minlength=len(self.spec.groups))
+        sizes = [group.page_bytes for group in self.spec.groups]
+        moved = int(np.dot(groups[: len(sizes)], sizes))
+        self.counters.bytes_out[source.label] += moved
+        self.counters.bytes_in[target.label] += moved
 
     def slot(self, row: int, tier: Tier) -> int:
         """Return the slot of a page in a memory tier that holds it."""

@@ -36,7 +36,7 @@ class Fetcher:
         """Bring claimed pages into memory; claims move with them."""
         core = self._core
         with core.lock:
-            absent = [row for row in rows if not self._settle_claim(row, claims)]
+            absent = self._settle_claims(rows, claims)
             joined = {row: self._reading[row] for row in absent if row in self._reading}
             mine = [row for row in absent if row not in joined]
             over = threading.Event()
@@ -54,17 +54,18 @@ class Fetcher:
         for event in joined.values():
             event.wait(max(0.0, deadline - core.clock()))
         with core.lock:
-            missing = [row for row in absent if not self._settle_claim(row, claims)]
+            missing = self._settle_claims(absent, claims)
         return FetchOutcome.UNREADABLE if missing else FetchOutcome.READY
 
-    def _settle_claim(self, row: int, claims: Claims) -> bool:
-        """Move a claim to the nearest copy in memory; False when only lower tiers hold it."""
+    def _settle_claims(self, rows: Sequence[int], claims: Claims) -> list[int]:
+        """Move claims to the nearest copies in memory; return the pages that have none."""
+        residency = self._core.index.residency(rows).tolist()
+        absent = list(rows)
         for tier in (Tier.DEVICE, Tier.HOST):
-            if self._core.is_in(row, tier):
-                if claims.tier(row) is not tier:
-                    claims.move(row, tier)
-                return True
-        return False
+            there = [row for row, r in zip(rows, residency, strict=True) if r >> tier & 1]
+            claims.move([row for row in there if row in absent], tier)
+            absent = [row for row in absent if row not in set(there)]
+        return absent
 
     def _read(self, rows: list[int], deadline: float) -> FetchOutcome:
         core = self._core
@@ -94,13 +95,11 @@ class Fetcher:
         """Publish verified pages, forget bad ones, give all other slots back but late ones."""
         core = self._core
         outcome = FetchOutcome.READY
+        good: list[tuple[int, int]] = []
         with core.lock:
             for row, slot, status in zip(rows, slots, statuses, strict=True):
                 if status is ReadStatus.HIT:
-                    core.planner.install(Tier.HOST, [row], [slot])
-                    size = core.page_bytes(row)
-                    core.counters.bytes_out["disk"] += size
-                    core.counters.bytes_in["host"] += size
+                    good.append((row, slot))
                     continue
                 if status is not ReadStatus.TIMEOUT:
                     core.planner.give_back(Tier.HOST, [slot])
@@ -114,4 +113,6 @@ class Fetcher:
                     core.counters.disk_errors += status is not ReadStatus.TIMEOUT
                     core.counters.disk_timeouts += status is ReadStatus.TIMEOUT
                     outcome = FetchOutcome.UNREADABLE
+            core.planner.install(Tier.HOST, [row for row, _ in good], [slot for _, slot in good])
+            core.count_bytes([row for row, _ in good], Tier.DISK, Tier.HOST)
         return outcome

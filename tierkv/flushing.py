@@ -66,7 +66,9 @@ def _write_batch(core: Core, transfers: Transfers, keys: list[bytes]) -> WriteTi
     """Bring pages to host memory where they are not there, and start writing them."""
     with core.lock:
         found = core.find_rows(keys)
-        rows = _array([row for row in found if not core.is_in(row, Tier.DISK)])
+        rows = _array(
+            [r for r in found if not core.is_in(r, Tier.DISK) and r not in transfers.writing]
+        )
         in_host = [row for row in rows.tolist() if core.is_in(row, Tier.HOST)]
         above = _array([row for row in rows.tolist() if row not in set(in_host)])
         core.index.pin(_array(in_host), Tier.HOST)

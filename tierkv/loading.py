@@ -79,6 +79,36 @@ class Loaded:
     found: Found = field(default_factory=Found)
 
 
+@dataclass(frozen=True, slots=True)
+class _Moves:
+    """Pages of one group whose slots are adjacent on both sides: one strided copy a layer."""
+
+    group: int
+    tier: Tier
+    source: int
+    target: int
+    pages: int
+
+    @classmethod
+    def of(cls, core: Core, rows: list[int], tiers: list[Tier], targets: list[int]) -> list[_Moves]:
+        """Return the moves of pages to their device slots, joined where slots are adjacent."""
+        groups = core.index.group(rows).tolist()
+        slots = {t: core.index.slot(rows, t).tolist() for t in (Tier.DEVICE, Tier.HOST)}
+        moves: list[_Moves] = []
+        for i, (group, tier, target) in enumerate(zip(groups, tiers, targets, strict=True)):
+            last, source = (moves[-1] if moves else None), slots[tier][i]
+            if (
+                last is not None
+                and (last.group, last.tier) == (group, tier)
+                and last.source + last.pages == source
+                and last.target + last.pages == target
+            ):
+                moves[-1] = cls(group, tier, last.source, last.target, last.pages + 1)
+            else:
+                moves.append(cls(group, tier, source, target, 1))
+        return moves
+
+
 class Loader:
     """Finds and loads prefixes.  Thread-safe; call without the lock."""
 
@@ -101,7 +131,7 @@ class Loader:
             if attempt == _MAX_ATTEMPTS - 1:
                 within = _IN_MEMORY
             found, claims = self._match(chains, tokens, limit, within)
-            for row, tier in claims.items():
+            for row, tier in claims.tiers().items():
                 origin.setdefault(row, tier)
             try:
                 loaded, outcome = self._bring_in(found, claims, deadline)
@@ -147,10 +177,13 @@ class Loader:
         with core.lock:
             found = match(core.index, core.spec, chains, tokens, limit=limit, within=within)
             rows = np.concatenate([group.rows for group in found.groups])
-            for row, residency in zip(
-                rows.tolist(), core.index.residency(rows).tolist(), strict=True
-            ):
-                claims.add(row, next(t for t in Tier if residency >> t & 1))
+            residency = core.index.residency(rows).tolist()
+            claims.add(
+                {
+                    row: next(tier for tier in Tier if held >> tier & 1)
+                    for row, held in zip(rows.tolist(), residency, strict=True)
+                }
+            )
             return found, claims
 
     def _bring_in(
@@ -159,7 +192,9 @@ class Loader:
         """Load matched pages; None when one of them turned out not to be there."""
         core = self._core
         partial = [int(g.rows[-1]) for g in found.groups if g.partial]
-        absent = [row for row, t in claims.items() if t is not Tier.DEVICE and row not in partial]
+        absent = [
+            row for row, t in claims.tiers().items() if t is not Tier.DEVICE and row not in partial
+        ]
         wanted = absent + partial
         slots = self._transfers.obtain(Tier.DEVICE, len(wanted), deadline=deadline)
         if slots is None:
@@ -215,51 +250,47 @@ class Loader:
         partial: set[int],
     ) -> Arrival:
         """Enqueue the copies of pages in memory, one event a layer."""
-        core = self._core
-        moves: list[tuple[int, Tier, int, int]] = []  # row, tier and slot read, slot written
-        sources, rows = Claims(core), []
+        core, sources = self._core, Claims(self._core)
         with core.lock:
-            for row in batch:
-                tier = claims.tier(row)
-                if row in partial:
-                    private[row] = spare.pop(row)
-                    moves.append((row, tier, core.slot(row, tier), private[row]))
-                    sources.add(row, tier)
-                    claims.end(row)
-                elif core.is_in(row, Tier.DEVICE):  # somebody else has brought it in meanwhile
-                    if tier is not Tier.DEVICE:
-                        claims.move(row, Tier.DEVICE)
-                else:
-                    slot = spare.pop(row)
-                    moves.append((row, tier, core.slot(row, tier), slot))
-                    sources.add(row, tier)
-                    core.planner.install(Tier.DEVICE, [row], [slot])
-                    claims.move(row, Tier.DEVICE)
-                    rows.append(row)
+            # A page that somebody else has brought in meanwhile needs no copy.
+            there = core.index.residency(batch) >> Tier.DEVICE & 1
+            resumed = [row for row in batch if row in partial]
+            rows = [
+                row
+                for row, on_device in zip(batch, there.tolist(), strict=True)
+                if not on_device and row not in partial
+            ]
+            copied = [*rows, *resumed]
+            targets = [spare.pop(row) for row in copied]
+            moves = _Moves.of(core, copied, [claims.tier(row) for row in copied], targets)
+            sources.add({row: claims.tier(row) for row in copied})
+            claims.end(resumed)
+            private.update(zip(resumed, targets[len(rows) :], strict=True))
+            core.planner.install(Tier.DEVICE, rows, targets[: len(rows)])
+            claims.move([row for row in batch if row not in partial], Tier.DEVICE)
             core.counters.promoted_pages += len(rows)
             # Enqueued under the lock: whoever sees a page resident also sees it arriving.
             arrival = Arrival(rows, sources, self._copy_layers(moves))
             self._arriving.update(dict.fromkeys(rows, arrival))
         return arrival
 
-    def _copy_layers(self, moves: list[tuple[int, Tier, int, int]]) -> dict[int, Event]:
+    def _copy_layers(self, moves: list[_Moves]) -> dict[int, Event]:
+        """Enqueue the copies layer by layer, one event a layer."""
         core = self._core
-        by_group: dict[int, list[tuple[int, Tier, int, int]]] = {}
-        for move in moves:
-            by_group.setdefault(core.group_of(move[0]), []).append(move)
         events: dict[int, Event] = {}
         for layer in sorted(core.spec.layer_to_group):
             group, offset, size = core.layer_place(layer)
-            if group not in by_group:
-                continue
-            span = slice(offset, offset + size)
-            self._stream.copy(
-                [
-                    CopyOp(core.pool.memory[target, span], core.memory(tier)[source, span])
-                    for _, tier, source, target in by_group[group]
-                ]
-            )
-            events[layer] = self._stream.record()
+            ops = [
+                CopyOp(
+                    core.pool.memory[m.target : m.target + m.pages, offset : offset + size],
+                    core.memory(m.tier)[m.source : m.source + m.pages, offset : offset + size],
+                )
+                for m in moves
+                if m.group == group
+            ]
+            if ops:
+                self._stream.copy(ops)
+                events[layer] = self._stream.record()
         return events
 
     def _await(self, arrival: Arrival, deadline: float) -> None:
@@ -301,7 +332,8 @@ class Loader:
     def _touch(self, found: Match) -> None:
         """Record the use: the anchor's path first, then the windows that hang below it."""
         core, anchor = self._core, self._core.spec.anchor
-        paths = [found.groups[anchor], *(g for i, g in enumerate(found.groups) if i != anchor)]
+        others = (group for i, group in enumerate(found.groups) if i != anchor)
+        paths = [found.groups[anchor], *others]
         with core.lock:
             rows = np.concatenate([group.rows for group in paths])
             core.index.touch(rows, now=int(core.wall_clock()))

@@ -31,6 +31,7 @@ class Transfers:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._save = core.device.stream("save")
+        self.writing: set[int] = set()  # rows on their way to disk
         self._moving = 0  # pages on their way down; their slots will come free
         self._limbo: list[tuple[Callable[[], bool], Tier, list[int]]] = []
 
@@ -79,6 +80,7 @@ class Transfers:
                 return None
             booked, evicted = core.planner.book_disk(len(rows))
             pages = [self._page_write(row) for row in rows[:booked].tolist()]
+            self.writing.update(rows[:booked].tolist())
         if booked < len(rows):
             refused = rows[booked:]
             self._written(refused, [WriteStatus.NO_SPACE] * len(refused), 0, then_evict)
@@ -133,7 +135,7 @@ class Transfers:
             return moved[:0]
         with core.lock:
             core.planner.install(Tier.HOST, moved, slots)
-            self._count_bytes(moved, Tier.DEVICE, Tier.HOST)
+            core.count_bytes(moved, Tier.DEVICE, Tier.HOST)
         return moved
 
     def begin_moves(self, count: int) -> None:
@@ -201,9 +203,10 @@ class Transfers:
         core = self._core
         with core.lock:
             good = [row for row, s in zip(rows.tolist(), statuses, strict=True) if s in _WRITTEN]
+            self.writing.difference_update(rows.tolist())
             if booked:
                 core.planner.settle_disk(good, booked)
-            self._count_bytes(good, Tier.HOST, Tier.DISK)
+            core.count_bytes(good, Tier.HOST, Tier.DISK)
             core.counters.demoted_to_disk += len(good)
             core.counters.write_failures += len(rows) - len(good)
             if then_evict:
@@ -247,9 +250,3 @@ class Transfers:
         for entry in done:
             self._limbo.remove(entry)
             self._core.planner.give_back(entry[1], entry[2])
-
-    def _count_bytes(self, rows: Sequence[int] | Rows, source: Tier, target: Tier) -> None:
-        core = self._core
-        moved = sum(core.page_bytes(int(row)) for row in rows)
-        core.counters.bytes_out[source.label] += moved
-        core.counters.bytes_in[target.label] += moved
