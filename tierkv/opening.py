@@ -81,7 +81,7 @@ def open_core(
     """Open the tiers and put them together; nothing stays open when that fails."""
     _check_spec(spec, namespace)
     disk = _open_disk(directory, spec, namespace, options)
-    opened: list[Callable[[], None]] = [] if disk is None else [disk.close]
+    opened: list[Callable[[], object]] = [] if disk is None else [disk.close]
     try:
         device = open_device(options.torch_device)
         opened.append(device.close)

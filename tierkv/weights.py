@@ -103,7 +103,7 @@ def _tensor_digest(name: str, tensor: torch.Tensor) -> bytes:
     try:
         flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         for start in range(0, len(flat), _PIECE_BYTES):
-            digest.update(memoryview(flat[start : start + _PIECE_BYTES].cpu().numpy()))
+            digest.update(flat[start : start + _PIECE_BYTES].cpu().numpy().data)
     except (RuntimeError, TypeError, NotImplementedError) as error:
         raise InvalidInputError(
             f"weights: cannot read the bytes of {name!r} ({type(tensor).__name__}, "

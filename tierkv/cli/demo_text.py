@@ -31,7 +31,7 @@ class Dialogue:
     """
 
     def __init__(self, tokenizer: Any, document: list[int]) -> None:
-        self._encode = lambda text: tokenizer.encode(text, add_special_tokens=False)
+        self._tokenizer = tokenizer
         self._chat = _CHAT_START in tokenizer.get_vocab()
         start = [] if tokenizer.bos_token_id is None or self._chat else [tokenizer.bos_token_id]
         opening = self._encode(f"{_CHAT_START}user\n" if self._chat else "")
@@ -51,6 +51,10 @@ class Dialogue:
     def answered(self, ids: list[int]) -> None:
         """Add the ids that the model generated."""
         self.ids += ids
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
 
 
 def documents(tokenizer: Any, *, count: int, tokens: int, seed: int) -> list[list[int]]:
