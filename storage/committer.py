@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from tierkv.storage.columns import Location
 from tierkv.storage.core import Core
 from tierkv.storage.format import IndexRecord, decode_record, encode_record, record_sum
 from tierkv.storage.index import LmdbIndex
-from tierkv.storage.layout import CleanMark, encode_sealed
+from tierkv.storage.layout import CleanMark, encode_sealed, hash_file
 from tierkv.storage.slabs import NO_SPACE_ERRNOS
 from tierkv.storage.types import WriteStatus
 
@@ -122,7 +123,8 @@ class Committer:
         if core.write_fault is not None or self._unsynced or self._doomed:
             return
         catalog = core.catalog
-        mark = CleanMark(self._index.head().txnid, len(catalog), catalog.record_sum, max_seq)
+        size, digest = hash_file(os.path.join(core.layout.index, "data.mdb"))
+        mark = CleanMark(len(catalog), catalog.record_sum, max_seq, size, digest)
         core.backend.write_file(core.layout.clean, encode_sealed(asdict(mark)))
 
     def count_mismatches(self) -> int:

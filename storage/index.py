@@ -78,32 +78,10 @@ def check_length(fd: int, name: str) -> IndexHead:
     return head
 
 
-def pad_file(path: str) -> None:
-    """Make a data file as long as its meta page says.
-
-    LMDB leaves pages at the end that a transaction took and gave back unwritten, so a short
-    file need not be damaged.  Zeros there are harmless, and where they stand for pages that
-    were cut off LMDB reports an error instead of dying.
-
-    Raises:
-        IndexDamagedError: see ``read_head``.
-        OSError: the file cannot be made longer.
-    """
-    name = os.path.join(path, "data.mdb")
-    fd = os.open(name, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        size = read_head(fd, name).file_bytes
-        if size > os.fstat(fd).st_size:
-            os.ftruncate(fd, size)
-    finally:
-        os.close(fd)
-
-
 class LmdbIndex:
     """The index of an open store.
 
-    Databases: ``pages`` (key to record), ``usage`` (key to hits and last use), ``names``
-    (namespace digest to description).
+    Databases: ``pages`` (key to record) and ``usage`` (key to hits and last use).
     """
 
     def __init__(
@@ -166,8 +144,8 @@ class LmdbIndex:
             raise IndexDamagedError(f"{self._path}: {error}") from error
         try:
             env.reader_check()
-            self._pages, self._usage, self._names = (
-                env.open_db(name, create=not read_only) for name in (b"pages", b"usage", b"names")
+            self._pages, self._usage = (
+                env.open_db(name, create=not read_only) for name in (b"pages", b"usage")
             )
         except lmdb.Error as error:
             env.close()
@@ -186,16 +164,14 @@ class LmdbIndex:
         put: Sequence[bytes] = (),
         keys: Sequence[bytes] = (),
         usage: Mapping[bytes, tuple[int, int]] | None = None,
-        names: Mapping[bytes, str] | None = None,
     ) -> None:
-        """Apply one transaction: deletions first, then records, usage and names.
+        """Apply one transaction: deletions first, then records and usage.
 
         Args:
             delete: page keys to drop, with their usage.
             put: encoded records, under ``keys``.
             keys: keys of ``put``.
             usage: hits and last use by key; ignored for pages that are not there.
-            names: descriptions of namespaces.
 
         Raises:
             IndexDamagedError: the file was cut short or is damaged.
@@ -205,7 +181,7 @@ class LmdbIndex:
         while True:
             self.head()
             try:
-                self._commit_once(delete, put, keys, usage or {}, names or {})
+                self._commit_once(delete, put, keys, usage or {})
                 return
             except lmdb.MapFullError:
                 self._grow()
@@ -216,7 +192,6 @@ class LmdbIndex:
         put: Sequence[bytes],
         keys: Sequence[bytes],
         usage: Mapping[bytes, tuple[int, int]],
-        names: Mapping[bytes, str],
     ) -> None:
         txn = self._env.begin(write=True)
         try:
@@ -228,8 +203,6 @@ class LmdbIndex:
             for key, (hits, last_used) in usage.items():
                 if txn.get(key, db=self._pages) is not None:
                     txn.put(key, _USAGE.pack(hits, last_used), db=self._usage)
-            for digest, text in names.items():
-                txn.put(digest, text.encode(), db=self._names)
             self._backend.commit_index(self._path, txn.commit)
             self._pad()
         except BaseException:
@@ -237,7 +210,11 @@ class LmdbIndex:
             raise
 
     def _pad(self) -> None:
-        """Keep the file as long as its meta page says; see ``pad_file``."""
+        """Keep the file as long as its meta page says.
+
+        LMDB leaves pages at the end that a transaction took and gave back unwritten; without
+        them a whole file could not be told from one that was cut.
+        """
         size = read_head(self._fd, self._data).file_bytes
         if size > os.fstat(self._fd).st_size:
             os.ftruncate(self._fd, size)
@@ -282,16 +259,6 @@ class LmdbIndex:
             with self._begin() as txn:
                 values = [txn.get(key, db=self._usage) for key in keys]
         return [_USAGE.unpack(v) if v and len(v) == _USAGE.size else (0, 0) for v in values]
-
-    def all_usage(self) -> Iterator[tuple[bytes, tuple[int, int]]]:
-        """Yield what was recorded of every page."""
-        for key, value in self._items(self._usage):
-            if len(value) == _USAGE.size:
-                yield key, _USAGE.unpack(value)
-
-    def names(self) -> dict[bytes, str]:
-        """Return the descriptions of namespaces by digest."""
-        return {key: value.decode(errors="replace") for key, value in self._items(self._names)}
 
     def _items(self, db: Any) -> Iterator[tuple[bytes, bytes]]:
         after: bytes | None = None
@@ -345,37 +312,14 @@ class LmdbIndex:
                 os.close(self._fd)
 
 
-def write_index(
-    path: str,
-    backend: IOBackend,
-    records: Iterable[IndexRecord],
-    *,
-    usage: Mapping[bytes, tuple[int, int]],
-    names: Mapping[bytes, str],
-) -> None:
+def write_index(path: str, backend: IOBackend, records: Sequence[IndexRecord]) -> None:
     """Create a new index at ``path`` with the given records, and make it durable."""
     os.makedirs(path, mode=0o700)
     index = LmdbIndex(path, backend)
     try:
-        batch: list[IndexRecord] = []
-        for record in records:
-            batch.append(record)
-            if len(batch) == 4096:
-                _put_batch(index, batch, usage)
-                batch = []
-        _put_batch(index, batch, usage)
-        index.commit(names=names)
+        for at in range(0, len(records), _SCAN_BATCH):
+            batch = records[at : at + _SCAN_BATCH]
+            index.commit(put=list(map(encode_record, batch)), keys=[r.info.key for r in batch])
         index.sync()
     finally:
         index.close()
-
-
-def _put_batch(
-    index: LmdbIndex, batch: Sequence[IndexRecord], usage: Mapping[bytes, tuple[int, int]]
-) -> None:
-    keys = [record.info.key for record in batch]
-    index.commit(
-        put=[encode_record(record) for record in batch],
-        keys=keys,
-        usage={key: usage[key] for key in keys if key in usage},
-    )

@@ -1,7 +1,8 @@
-"""The files of a store directory, and the two small ones that describe it.
+"""The files of a store directory, and the small ones that describe it.
 
-``meta`` names the store and its slabs; ``clean`` says that the index is complete.  Both end
-in a checksum line and are replaced whole or not at all.
+``meta`` names the store and its slabs; ``names`` describes namespaces for people; ``clean``
+says that the index is complete.  Each ends in a checksum line and is replaced whole or not
+at all.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -22,8 +24,8 @@ LMDB_ENGINE = "0.9"
 
 _SLAB_NAME = re.compile(r"\d{4,}(?:\.new)?")
 _INDEX_FILES = ("data.mdb", "lock.mdb")
-_INDEX_DIRS = ("index", "index.new", "index.old")
-_TOP_FILES = ("meta", "lock", "clean", "live")
+_INDEX_DIRS = ("index", "index.new")
+_TOP_FILES = ("meta", "names", "lock", "clean", "live")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +68,17 @@ class StoreMeta:
 
 @dataclass(frozen=True, slots=True)
 class CleanMark:
-    """What ``clean`` says of the index that an orderly close left behind."""
+    """What ``clean`` says of the index that an orderly close left behind.
 
-    txnid: int
+    The hash covers the whole index file: LMDB may take the process down over a damaged one,
+    so it is not even opened unless it is as it was.
+    """
+
     pages: int
     record_sum: int
     max_seq: int
+    index_bytes: int
+    index_hash: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +89,12 @@ class Layout:
     meta: str = field(init=False)
     lock: str = field(init=False)
     clean: str = field(init=False)
+    names: str = field(init=False)
     index: str = field(init=False)
     slabs: str = field(init=False)
 
     def __post_init__(self) -> None:
-        for name in ("meta", "lock", "clean", "index", "slabs"):
+        for name in ("meta", "lock", "clean", "names", "index", "slabs"):
             object.__setattr__(self, name, os.path.join(self.root, name))
 
     def slab(self, slab_id: int) -> str:
@@ -180,3 +188,32 @@ def load_clean(path: str) -> CleanMark | None:
         return CleanMark(**value) if value else None
     except TypeError:
         return None
+
+
+def load_names(path: str) -> dict[bytes, str]:
+    """Read the descriptions of namespaces; what cannot be read is left out."""
+    try:
+        with open(path, "rb") as file:
+            value = decode_sealed(file.read(64 << 20)) or {}
+    except OSError:
+        return {}
+    return {bytes.fromhex(digest): str(text) for digest, text in value.items()}
+
+
+def encode_names(names: Mapping[bytes, str]) -> bytes:
+    """Return the contents of ``names``."""
+    return encode_sealed({digest.hex(): text for digest, text in names.items()})
+
+
+def hash_file(path: str) -> tuple[int, str]:
+    """Return a file's length and the xxh3_128 of its contents, in hexadecimal.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    hasher, size = xxhash.xxh3_128(), 0
+    with open(path, "rb", buffering=0) as file:
+        while piece := file.read(4 << 20):
+            hasher.update(piece)
+            size += len(piece)
+    return size, hasher.hexdigest()

@@ -26,9 +26,5 @@ class MemoryIndex:
         """Return zeros: headers do not record use."""
         return [(0, 0)] * len(keys)
 
-    def names(self) -> dict[bytes, str]:
-        """Return nothing: headers do not describe namespaces."""
-        return {}
-
     def close(self) -> None:
         """Do nothing."""

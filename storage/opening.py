@@ -6,8 +6,10 @@ import errno
 import logging
 import os
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+
+import lmdb
 
 from tierkv.errors import NotAStoreError, StoreError, StoreReadOnlyError
 from tierkv.storage.backend import IOBackend
@@ -19,14 +21,17 @@ from tierkv.storage.core import Core, Removed, SsdConfig
 from tierkv.storage.counters import Counters
 from tierkv.storage.index import LmdbIndex
 from tierkv.storage.layout import (
+    CleanMark,
     Layout,
     SlabMeta,
     StoreMeta,
     encode_meta,
+    encode_names,
     load_clean,
     load_meta,
+    load_names,
 )
-from tierkv.storage.lock import DirectoryLock
+from tierkv.storage.lock import DirectoryLock, is_locked
 from tierkv.storage.memory_index import MemoryIndex
 from tierkv.storage.recovery import (
     Loaded,
@@ -35,7 +40,6 @@ from tierkv.storage.recovery import (
     load_live_index,
     rebuild_index,
     scan_slabs,
-    set_index_aside,
 )
 from tierkv.storage.slabs import SlabFiles, fit_capacity
 from tierkv.storage.slotio import SlotIO
@@ -65,9 +69,11 @@ def open_core(config: SsdConfig, backend: IOBackend, clock: Clock) -> Core:
     lock = None if config.read_only else DirectoryLock.acquire(layout.lock, now=clock.time())
     try:
         return _open_locked(config, layout, backend, clock, lock)
-    except BaseException:
+    except BaseException as error:
         if lock is not None:
             lock.release()
+        if isinstance(error, (OSError, lmdb.Error)) and not isinstance(error, StoreError):
+            raise _refused(layout.root, error) from error
         raise
 
 
@@ -93,7 +99,7 @@ def _open_locked(
             capacity = fit_capacity(
                 layout.slabs, config.capacity_bytes, config.slot_bytes, files.total_bytes
             )
-        found = _find(config, layout, backend, slot_io, slabs, locked=lock is not None)
+        found = _find(config, layout, backend, files, slot_io, slabs, locked=lock is not None)
         index = found.index
         catalog = Catalog(config.slot_bytes)
         for slab in slabs:
@@ -102,7 +108,8 @@ def _open_locked(
         if write:
             purge += _shrink(catalog, files, capacity)
         if isinstance(index, LmdbIndex) and write:
-            index.commit(delete=purge, names=config.namespaces)
+            index.commit(delete=purge)
+            _describe(layout, backend, config.namespaces)
         removed = Removed()
         removed.add(purge)
         elapsed = 0.0 if found.clean else clock.monotonic() - started
@@ -170,12 +177,17 @@ def _meta(layout: Layout, backend: IOBackend, write: bool) -> StoreMeta:
     return meta
 
 
-def _refused(root: str, error: OSError) -> StoreError:
-    if error.errno == errno.EROFS:
+def _refused(root: str, error: OSError | lmdb.Error) -> StoreError:
+    number = getattr(error, "errno", None)
+    if number == errno.EROFS:
         return StoreReadOnlyError(
             f"{root}: on a read-only filesystem; open the store with read_only=True"
         )
-    return StoreError(f"{root}: {error.strerror}; check the path, its owner and its free space")
+    reason = getattr(error, "strerror", None) or error
+    return StoreError(
+        f"{root}: cannot be opened ({reason}); check the path, its owner, its free space and "
+        "the disk, or try read_only=True"
+    )
 
 
 def _usable_slabs(files: SlabFiles, write: bool) -> list[SlabMeta]:
@@ -196,34 +208,60 @@ def _find(
     config: SsdConfig,
     layout: Layout,
     backend: IOBackend,
+    files: SlabFiles,
     slot_io: SlotIO,
     slabs: Sequence[SlabMeta],
     *,
     locked: bool,
 ) -> _Found:
     """Find the pages: index after an orderly close, scan otherwise."""
-    if not locked:
-        live = load_live_index(layout, backend)
-        if live is not None:
-            return _Found(live[0], live[1], 0, os.path.exists(layout.clean))
-        scan = scan_slabs(slot_io, slabs, config.io_threads)
-        index = MemoryIndex(scan.records)
-        return _Found(index, _with_sums(index, scan), scan.max_seq, False)
     mark = load_clean(layout.clean)
+    if not locked:
+        return _find_to_read(config, layout, backend, slot_io, slabs, mark)
     # Gone before the index is used: should reading it kill the process, the next open scans.
     backend.remove_file(layout.clean)
     clean = None if mark is None else load_clean_index(layout, backend, mark)
-    if clean is not None:
-        return _Found(clean[0], clean[1], clean[2], True)
-    salvage = set_index_aside(layout, backend)
+    if mark is not None and clean is not None:
+        return _Found(clean[0], clean[1], mark.max_seq, True)
     scan = scan_slabs(slot_io, slabs, config.io_threads)
-    rebuilt, loaded = rebuild_index(layout, backend, scan.records, salvage)
-    return _Found(rebuilt, loaded, scan.max_seq, not slabs and not salvage.names)
+    # What a dead process wrote may not be durable yet, and a flush will promise it.
+    for slab_id in {record.slab for record in scan.records}:
+        backend.fdatasync(files.descriptor(slab_id))
+    rebuilt, loaded = rebuild_index(layout, backend, scan.records)
+    return _Found(rebuilt, loaded, scan.max_seq, clean=not slabs)
+
+
+def _find_to_read(
+    config: SsdConfig,
+    layout: Layout,
+    backend: IOBackend,
+    slot_io: SlotIO,
+    slabs: Sequence[SlabMeta],
+    mark: CleanMark | None,
+) -> _Found:
+    """Likewise without the lock and without writing: a scan stays in memory."""
+    found = None
+    if mark is not None:
+        found = load_clean_index(layout, backend, mark, read_only=True)
+    elif is_locked(layout.lock):
+        found = load_live_index(layout, backend)
+    if found is not None:
+        return _Found(found[0], found[1], 0, mark is not None)
+    scan = scan_slabs(slot_io, slabs, config.io_threads)
+    index = MemoryIndex(scan.records)
+    return _Found(index, _with_sums(index, scan), scan.max_seq, False)
 
 
 def _with_sums(index: MemoryIndex, scan: Scan) -> Loaded:
     sums = {key: int.from_bytes(value[-8:], "little") for key, value in index.records()}
     return [(record, sums[record.info.key]) for record in scan.records]
+
+
+def _describe(layout: Layout, backend: IOBackend, namespaces: Mapping[bytes, str]) -> None:
+    """Add descriptions of namespaces to those known, for whoever lists the pages."""
+    names = load_names(layout.names)
+    if any(names.get(digest) != text for digest, text in namespaces.items()):
+        backend.write_file(layout.names, encode_names({**names, **namespaces}))
 
 
 def _shrink(catalog: Catalog, files: SlabFiles, capacity: int) -> list[bytes]:

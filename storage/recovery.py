@@ -6,12 +6,12 @@ import logging
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from tierkv.storage.backend import IOBackend, sync_directory
 from tierkv.storage.format import IndexRecord, decode_record, encode_record, record_of, record_sum
-from tierkv.storage.index import IndexDamagedError, LmdbIndex, pad_file, write_index
-from tierkv.storage.layout import CleanMark, Layout, SlabMeta
+from tierkv.storage.index import IndexDamagedError, LmdbIndex, write_index
+from tierkv.storage.layout import CleanMark, Layout, SlabMeta, hash_file
 from tierkv.storage.lock import is_locked
 from tierkv.storage.slotio import SlotIO
 
@@ -28,45 +28,38 @@ class Scan:
     max_seq: int
 
 
-@dataclass(frozen=True, slots=True)
-class Salvage:
-    """What an index that is not to be trusted still told: nothing wrong follows from it."""
-
-    usage: dict[bytes, tuple[int, int]] = field(default_factory=dict)
-    names: dict[bytes, str] = field(default_factory=dict)
-
-
 def load_clean_index(
-    layout: Layout, backend: IOBackend, mark: CleanMark
-) -> tuple[LmdbIndex, Loaded, int] | None:
+    layout: Layout, backend: IOBackend, mark: CleanMark, *, read_only: bool = False
+) -> tuple[LmdbIndex, Loaded] | None:
     """Open the index of a store that was closed in order.
 
-    The marker says how many records there are and what their checksums add up to, so a lost
-    or older index is noticed, not only a damaged record.
-
     Returns:
-        The index, its records with their checksums, and the highest sequence number; None
-        when the index does not live up to the marker.
+        The index and its records with their checksums; None when it is not, to the last bit,
+        what the marker says.
     """
+    data = os.path.join(layout.index, "data.mdb")
     try:
-        index = LmdbIndex(layout.index, backend)
-    except IndexDamagedError as error:
-        logger.warning("%s; rebuilding it from the slabs", error)
+        if hash_file(data) != (mark.index_bytes, mark.index_hash):
+            logger.warning("%s: changed since the store was closed; rebuilding it", data)
+            return None
+        index = LmdbIndex(layout.index, backend, read_only=read_only)
+    except (IndexDamagedError, OSError) as error:
+        logger.warning("%s; rebuilding the index from the slabs", error)
         return None
     try:
         loaded = list(_decode_all(index))
         total = sum(checksum for _, checksum in loaded) % (1 << 64)
         if len(loaded) == mark.pages and total == mark.record_sum:
-            return index, loaded, mark.max_seq
-        logger.warning("%s: older than its shutdown marker; rebuilding it", layout.index)
+            return index, loaded
+        logger.warning("%s: not what its shutdown marker says; rebuilding it", layout.index)
     except IndexDamagedError as error:
-        logger.warning("%s; rebuilding it from the slabs", error)
+        logger.warning("%s; rebuilding the index from the slabs", error)
     index.close()
     return None
 
 
 def load_live_index(layout: Layout, backend: IOBackend) -> tuple[LmdbIndex, Loaded] | None:
-    """Open the index read-only as it is now: beside a live writer, or after its death.
+    """Open the index read-only as it is now, beside a live writer.
 
     Damaged records are left out; every read checks the slot anyway.  Where LMDB's lock file
     may not be written (another user's store, a read-only filesystem) the index is read
@@ -125,43 +118,20 @@ def _scan_slab(slot_io: SlotIO, slab: SlabMeta) -> list[IndexRecord]:
     return records
 
 
-def set_index_aside(layout: Layout, backend: IOBackend) -> Salvage:
-    """Move an untrusted index away and read what is harmless from it.
-
-    It is moved first: should reading it kill the process, the next open finds it gone.
-    """
-    old = layout.index + ".old"
-    remove_index(old, backend)
-    remove_index(layout.index + ".new", backend)
-    if not os.path.isdir(layout.index):
-        return Salvage()
-    backend.rename(layout.index, old)
-    salvage = Salvage()
-    try:
-        pad_file(old)
-        index = LmdbIndex(old, backend)
-    except (IndexDamagedError, OSError) as error:
-        logger.warning("%s", error)
-        return salvage
-    try:
-        salvage.names.update(index.names())
-        salvage.usage.update(index.all_usage())
-    except IndexDamagedError as error:
-        logger.warning("%s", error)
-    finally:
-        index.close()
-    return salvage
-
-
 def rebuild_index(
-    layout: Layout, backend: IOBackend, records: Sequence[IndexRecord], salvage: Salvage
+    layout: Layout, backend: IOBackend, records: Sequence[IndexRecord]
 ) -> tuple[LmdbIndex, Loaded]:
-    """Write a new index beside, put it into place, and open it."""
+    """Write a new index, put it into the place of the old one, and open it.
+
+    The old one is not read: LMDB may take the process down over a damaged file.  What only
+    it knew (hits and last use) is lost; pages are not.
+    """
     new = layout.index + ".new"
-    write_index(new, backend, records, usage=salvage.usage, names=salvage.names)
+    remove_index(new, backend)
+    write_index(new, backend, records)
     sync_directory(new)
+    remove_index(layout.index, backend)
     backend.rename(new, layout.index)
-    remove_index(layout.index + ".old", backend)
     index = LmdbIndex(layout.index, backend)
     return index, [(record, record_sum(encode_record(record))) for record in records]
 

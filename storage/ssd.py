@@ -18,6 +18,7 @@ from tierkv.storage.core import Core, SsdConfig
 from tierkv.storage.counters import COUNTED, SsdStats
 from tierkv.storage.format import PAGE_TAIL, IndexRecord, PageInfo
 from tierkv.storage.index import LmdbIndex
+from tierkv.storage.layout import load_names
 from tierkv.storage.listing import list_records
 from tierkv.storage.opening import open_core
 from tierkv.storage.reader import Reader
@@ -278,7 +279,7 @@ class SsdTier:
     def namespaces(self) -> dict[bytes, str]:
         """Descriptions of the namespaces ever opened here, by digest."""
         self._enter()
-        return self._core.index.names()
+        return load_names(self._core.layout.names)
 
     def record_usage(self, usage: Mapping[bytes, tuple[int, int]]) -> None:
         """Keep (hits, last use in Unix seconds) of pages; written with the next flush."""
