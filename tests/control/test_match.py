@@ -265,3 +265,31 @@ def test_many_tails_below_one_page_cost_one_try_for_each_length():
     turns = [[0, 1, 2, 3, *([9, i] if i % 2 else [i])] for i in range(10, 400)]
     found = found_after([*turns, range(6)], range(9), FULL)
     assert found.tokens == 6
+
+
+def test_an_index_rebuilt_from_records_in_any_order_matches_alike():
+    rng = np.random.default_rng(11)
+    saved = Saved(make_spec(FULL, ("sliding", 2, 5), ("snapshot", 8, None)))
+    turns = [rng.integers(0, 2, rng.integers(1, 30)) for _ in range(30)]
+    for turn in turns:
+        saved.save_turn(turn)
+    old, new = saved.index, PrefixIndex(2000)
+    for row in rng.permutation(old.select()).reshape(-1, 1):
+        rows = new.insert(
+            old.keys(row),
+            key_array([old.parent_key(int(row[0]))]),
+            group=old.group(row),
+            end_tokens=old.end_token(row),
+            num_tokens=old.num_tokens(row),
+            flags=old.flags(row),
+        )
+        new.set_resident(rows, Tier.DISK)
+    new.check()
+    assert new.stats().rows == old.stats().rows
+    for turn in turns:
+        tokens = np.append(turn, [1, 0, 1]).astype(np.uint32)
+        chains = make_chains(saved.spec, tokens)
+        results = [match(i, saved.spec, chains, tokens, limit=len(tokens)) for i in (old, new)]
+        assert results[0].tokens == results[1].tokens >= len(turn)
+        for before, after in zip(results[0].groups, results[1].groups, strict=True):
+            assert old.keys(before.rows).tobytes() == new.keys(after.rows).tobytes()
