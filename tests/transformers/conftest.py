@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +12,10 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from tierkv.errors import PoolExhaustedError  # noqa: E402
 from tierkv.integrations.models import PACKAGED, load_model  # noqa: E402
+from tierkv.integrations.transformers import TierKV  # noqa: E402
+from tierkv.spec import CacheSpec  # noqa: E402
 
 TINY = {
     "vocab_size": 97,
@@ -131,10 +136,77 @@ def feed(model: Any, cache: Any, ids: Any) -> Any:
     return model(input_ids=row, cache=cache, use_cache=True).logits
 
 
+class Traveller:
+    """A model with a store, whose pages can be sent down the tiers between turns."""
+
+    def __init__(self, model: Any, path: Path, *, tokens: int, **options: Any) -> None:
+        self._model, self._path, self._options = model, path, options
+        spec = CacheSpec.from_config(
+            model.config, dtype=model.dtype, page_tokens=options.get("page_tokens")
+        )
+        pages = sum(group.pages_for(tokens) for group in spec.groups)
+        self._device = (pages + 4) * spec.slot_bytes
+        self.kv = self._attach(host=None)
+        self._has_host = False
+        self._fillers = 1000
+
+    def travel(self, route: str) -> None:
+        """Send all pages somewhere: ``device`` (they stay), ``host``, ``disk``, ``reopened``."""
+        if route == "reopened" or (
+            route in ("host", "disk") and self._has_host != (route == "host")
+        ):
+            self.kv.close()
+            self._has_host = route == "host"
+            self.kv = self._attach(host=self._device * 2 if self._has_host else None)
+        if route in ("host", "disk"):
+            # What was in host memory goes down when the fillers come after it.
+            self._fill(commit=route == "disk" or not self._has_host)
+            self._fill()
+
+    def __enter__(self) -> Traveller:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.kv.close()
+
+    def _attach(self, host: int | None) -> TierKV:
+        return TierKV.attach(
+            self._model,
+            self._path,
+            device=self._device,
+            host=host,
+            disk="256MiB",
+            self_check=False,
+            **self._options,
+        )
+
+    def _fill(self, *, commit: bool = False) -> None:
+        """Hold the whole device pool for a moment, so that everything else must leave it."""
+        running = []
+        with contextlib.suppress(PoolExhaustedError):
+            while True:
+                self._fillers += 1
+                running.append(self.kv.store.begin([self._fillers] * 16))
+                self._write_zeros(running[-1])
+        for sequence in running:
+            if commit and sequence.length == 16:
+                sequence.finish()
+            sequence.abandon()
+
+    def _write_zeros(self, sequence: Any) -> None:
+        for group in self.kv.store.spec.groups:
+            dtype = getattr(torch, group.dtype)
+            states = [torch.zeros(c.heads, 16, c.dim, dtype=dtype) for c in group.components]
+            for number in group.layers:
+                with sequence.gate.layer(number) as layer:
+                    layer.append(*states)
+
+
 class Steps:
     """What the tests share: twins, forwards, random ids."""
 
     twin = staticmethod(Twin)
+    traveller = staticmethod(Traveller)
     feed = staticmethod(feed)
 
     @staticmethod
