@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from toy_model import FULL, MIXED, feed, namespace, turn
+from toy_model import FULL, MIXED, namespace, turn
 
 from tierkv import (
     CapacityError,
