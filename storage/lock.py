@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -9,7 +10,9 @@ import socket
 import weakref
 from dataclasses import dataclass
 
-from tierkv.errors import StoreError, StoreLockedError
+from tierkv.errors import StoreError, StoreLockedError, StoreReadOnlyError
+
+_ASKED_TRIES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +46,18 @@ class DirectoryLock:
 
         Raises:
             StoreLockedError: another process (or another store here) has it.
+            StoreReadOnlyError: the filesystem is read-only.
             StoreError: the file cannot be created or opened.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            raise StoreError(
+            kind = StoreReadOnlyError if error.errno == errno.EROFS else StoreError
+            raise kind(
                 f"{path}: cannot be opened for writing ({error.strerror}); "
                 "check permissions, or open the store with read_only=True"
             ) from error
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _take(fd):
             owner = read_owner(path)
             os.close(fd)
             raise StoreLockedError(
@@ -63,7 +66,7 @@ class DirectoryLock:
                 pid=owner.pid,
                 host=owner.host,
                 since=owner.since,
-            ) from None
+            )
         text = json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "since": now})
         try:
             os.ftruncate(fd, 0)
@@ -91,6 +94,24 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _take(fd: int) -> bool:
+    """Take the exclusive lock unless an owner has it.
+
+    Somebody may be asking ``is_locked`` at this very moment, with a shared lock: where a
+    shared lock can be had too, there is no owner, and the question is over in no time.
+    """
+    for _ in range(_ASKED_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except OSError:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except OSError:
+                return False
+    return False
 
 
 def read_owner(path: str) -> LockOwner:

@@ -1,0 +1,75 @@
+"""The directory lock: one owner, and questions that stand in nobody's way."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+
+import pytest
+
+from tierkv.errors import StoreLockedError
+from tierkv.storage.lock import DirectoryLock, is_locked, read_owner
+
+
+@pytest.fixture
+def path(tmp_path) -> str:
+    return str(tmp_path / "lock")
+
+
+def test_a_lock_has_one_owner_and_names_it(path) -> None:
+    lock = DirectoryLock.acquire(path, now=12.0)
+    assert is_locked(path)
+    assert read_owner(path).pid == os.getpid()
+    with pytest.raises(StoreLockedError) as caught:
+        DirectoryLock.acquire(path, now=13.0)
+    assert (caught.value.pid, caught.value.since) == (os.getpid(), 12.0)
+    lock.release()
+    lock.release()
+    assert not is_locked(path)
+    DirectoryLock.acquire(path, now=14.0).release()
+
+
+def test_asking_changes_nothing(path) -> None:
+    assert not is_locked(path)
+    assert not os.path.exists(path)
+
+
+def test_opening_while_somebody_asks_succeeds(path, monkeypatch) -> None:
+    DirectoryLock.acquire(path, now=0.0).release()
+    asking = os.open(path, os.O_RDONLY)
+    fcntl.flock(asking, fcntl.LOCK_SH)
+    real, calls = fcntl.flock, []
+
+    def flock(fd: int, operation: int) -> None:
+        calls.append(operation)
+        if len(calls) == 5:  # the question is over
+            os.close(asking)
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    lock = DirectoryLock.acquire(path, now=1.0)
+    assert len(calls) > 2
+    monkeypatch.undo()
+    assert is_locked(path)
+    lock.release()
+
+
+def test_questions_from_many_threads_never_make_opening_fail(path) -> None:
+    DirectoryLock.acquire(path, now=0.0).release()
+    stop = threading.Event()
+
+    def ask() -> None:
+        while not stop.is_set():
+            is_locked(path)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for number in range(50):
+            DirectoryLock.acquire(path, now=float(number)).release()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(timeout=10)
