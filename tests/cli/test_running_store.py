@@ -17,15 +17,32 @@ from tierkv import Store
 pytestmark = pytest.mark.slow
 
 
-def run(*arguments) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "tierkv.cli.main", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+RUNNER = """
+import json, sys
+from typer.testing import CliRunner
+from tierkv.cli.main import app
+results = []
+for arguments in json.loads(sys.argv[1]):
+    result = CliRunner().invoke(app, arguments)
+    results.append([result.exit_code, result.stdout, result.stderr])
+assert "torch" not in sys.modules
+json.dump(results, sys.stdout)
+"""
+
+
+def run_all(*commands):
+    """Run commands in one other process; return (status, stdout, stderr) of each."""
+    texts = [[str(argument) for argument in command] for command in commands]
+    line = [sys.executable, "-c", RUNNER, json.dumps(texts)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 def run_json(*arguments):
-    done = run(*arguments, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    [(status, out, err)] = run_all([*arguments, "--json"])
+    assert status == 0, err
+    return json.loads(out)
 
 
 @pytest.fixture
@@ -77,10 +94,12 @@ def test_ls_shows_in_which_tiers_a_page_is(store, tmp_path) -> None:
 
 
 def test_the_running_store_is_not_disturbed(store, tmp_path) -> None:
-    for arguments in (["stat"], ["ls"], ["ls", "--sequences"], ["verify"]):
-        assert run(*arguments, tmp_path / "store").returncode == 0
-    assert run("clear", tmp_path / "store", "--yes").returncode == 2
-    assert run("verify", tmp_path / "store", "--repair").returncode == 2
+    path = tmp_path / "store"
+    looks = [["stat", path], ["ls", path], ["ls", path, "--sequences"], ["verify", path]]
+    changes = [["clear", path, "--yes"], ["verify", path, "--repair"]]
+    results = run_all(*looks, *changes)
+    assert [status for status, _, _ in results] == [0, 0, 0, 0, 2, 2]
+    assert all("in use by process" in err for _, _, err in results[4:])
     assert turn(store, [*range(18), 5]).total == 18
 
 
