@@ -2,10 +2,11 @@
 
 For each number of pages, in a fresh process: builds an index of conversations (paths of 8
 to 256 pages, every second one continuing an earlier path somewhere), all pages resident
-on disk and every eighth path in host memory as well; then looks up random whole paths.
+on disk and every eighth path in host memory as well; then matches random whole paths, each
+followed by some new tokens as in a conversation's next turn.
 
-* look-up: one page of a match, found by its 32-byte key and touched (recency, use count,
-  eviction order); computing the keys is not part of it.
+* look-up: one page of a match: found by its 32-byte key, part of the longest prefix, and
+  touched (recency, use count, eviction order); hashing the tokens is not part of it.
 * insert: one page entered below its parent and made resident.
 * eviction: one page chosen, dropped and forgotten (64 at a time, from disk).
 * bytes a page: growth of the process's resident memory, divided by the pages.
@@ -29,11 +30,26 @@ from pathlib import Path
 import numpy as np
 
 from tierkv.index import PrefixIndex
+from tierkv.keys import KeyChain
+from tierkv.match import match
+from tierkv.spec import CacheSpec, GroupKind, LayerGroup, kv_components
 from tierkv.tiers import Tier
 
-PAGE_TOKENS = 16
+PAGE_TOKENS, NEW_TOKENS = 16, 10
 SHORTEST, LONGEST = 8, 256
 ROUND_PAGES = 200_000
+SPEC = CacheSpec(
+    groups=(
+        LayerGroup(
+            name="full",
+            kind=GroupKind.FULL,
+            layers=tuple(range(32)),
+            components=kv_components(8, 128),
+            dtype="bfloat16",
+            page_tokens=PAGE_TOKENS,
+        ),
+    )
+)
 EVICTIONS = 20_000
 
 
@@ -83,25 +99,30 @@ class Workload:
         self.paths += 1
         return length
 
-    def random_paths(self, pages: int) -> list[np.ndarray]:
-        """Return the keys of random whole paths, ``pages`` pages or a few more."""
-        queries: list[np.ndarray] = []
+    def random_chains(self, pages: int) -> list[KeyChain]:
+        """Return the key chains of random whole paths, ``pages`` pages or a few more."""
+        chains: list[KeyChain] = []
         while pages > 0:
             leaf = int(self.leaves[self.rng.integers(self.paths)])
-            queries.append(self.index.keys(self.index.path(leaf)))
-            pages -= len(queries[-1])
-        return queries
+            keys = self.index.keys(self.index.path(leaf))
+            chain = KeyChain(bytes(32), PAGE_TOKENS)
+            chain._digests = [key.tobytes() for key in keys]  # hashed beforehand, so to say
+            chains.append(chain)
+            pages -= len(chain)
+        return chains
 
-    def look_up(self, queries: list[np.ndarray]) -> float:
-        """Find and touch every path; return pages a second."""
+    def look_up(self, chains: list[KeyChain]) -> float:
+        """Match and touch every path; return pages a second."""
         index, found = self.index, 0
+        tokens = np.zeros((max(map(len, chains), default=0) + 1) * PAGE_TOKENS, np.uint32)
         start = time.thread_time()
-        for keys in queries:
-            rows = index.find(keys)
-            index.touch(rows, now=2)
-            found += len(rows)
+        for chain in chains:
+            turn = tokens[: len(chain) * PAGE_TOKENS + NEW_TOKENS]
+            matched = match(index, SPEC, [chain], turn, limit=len(turn) - 1)
+            index.touch(matched.groups[0].rows, now=2)
+            found += len(matched.groups[0].rows)
         took = time.thread_time() - start
-        assert all((index.find(keys) >= 0).all() for keys in queries[:100])
+        assert found == sum(map(len, chains)), "a page was not found"
         return found / max(took, 1e-9)
 
     def evict(self, count: int) -> float:
@@ -121,8 +142,8 @@ def measure(pages: int, *, rounds: int, seed: int) -> dict[str, float]:
     Workload(LONGEST, seed).look_up([])  # load code before memory is counted
     work = Workload(pages, seed)
     size = min(ROUND_PAGES, pages)
-    batches = [work.random_paths(size) for _ in range(rounds + 1)]
-    rates = [work.look_up(queries) for queries in batches][1:]
+    batches = [work.random_chains(size) for _ in range(rounds + 1)]
+    rates = [work.look_up(chains) for chains in batches][1:]
     row = {
         "pages": pages,
         "lookups_per_s": statistics.median(rates),
@@ -132,7 +153,7 @@ def measure(pages: int, *, rounds: int, seed: int) -> dict[str, float]:
         "slowest_insert_ms": work.slowest_insert_s * 1e3,
         "evictions_per_s": work.evict(min(EVICTIONS, pages // 2)),
         "bytes_per_page": work.bytes_per_page,
-        "pages_per_path": float(np.mean([len(keys) for keys in batches[0]])),
+        "pages_per_path": float(np.mean([len(chain) for chain in batches[0]])),
     }
     return row
 

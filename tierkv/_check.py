@@ -34,7 +34,7 @@ def _check_unused(columns: Columns, used: NDArray[np.int32]) -> None:
     """Free rows, and the entry for "no row", must look untouched."""
     unused = np.ones(columns.parent.size, np.bool_)
     unused[used] = False
-    for name in ("residency", "pins"):
+    for name in ("keys", "residency", "pins"):
         assert not getattr(columns, name)[unused].any(), f"a free row has {name}"
     unused[-1] = False  # counts of "no parent" land there
     for name in ("children", "branches"):

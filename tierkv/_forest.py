@@ -100,6 +100,7 @@ class Forest:
             owners = self.table.add(new)
             rows[missing] = owners
             if (owners != new).any():  # a key named twice in this call
+                columns.keys[new[owners != new]] = 0
                 self.allocator.give_back(new[owners != new])
             columns.parent[owners] = -1
             columns.group[owners] = UNKNOWN_GROUP

@@ -21,6 +21,8 @@ _ALL_EQUAL = np.uint32(0x01010101)  # four boolean bytes, all true
 _SPARSITY = 4
 # Below this many keys a plain loop beats the fixed cost of numpy calls.
 _FEW = 10
+# Runs of adjacent rows followed before keys are searched one by one.
+_MAX_RUNS = 6
 
 
 def same_keys(a: Words, b: Words) -> NDArray[np.bool_]:
@@ -34,7 +36,8 @@ class KeyTable:
     """Finds the row of a key; rows are unique by key.
 
     Not thread-safe.  Rows handed to :meth:`add` must have their key in the key column,
-    which must not change while the row is in the table.
+    which must not change while the row is in the table; other rows have no key (zeros)
+    when :meth:`find` is called.
     """
 
     def __init__(self, keys: Words, max_rows: int) -> None:
@@ -51,22 +54,62 @@ class KeyTable:
 
     def find(self, keys: Words) -> Rows:
         """Return the row of each key, -1 where it is not in the table."""
-        slots = keys[:, 0].view(np.int64) & self._mask
         if len(keys) <= _FEW:
-            return self._find_few(keys, slots)
+            return self._find_few(keys, self._homes(keys))
+        if np.count_nonzero(keys[:, 0]) < len(keys):  # "no key" equals an unused row's
+            return self._find_many(keys)
+        rows, known = self._follow_runs(keys)
+        if known < len(keys):
+            rows[known:] = self._find_many(keys[known:])
+        return rows
+
+    def _follow_runs(self, keys: Words) -> tuple[Rows, int]:
+        """Find the first keys by guessing that a path lies in adjacent rows.
+
+        Paths are mostly entered as a whole, so the row after a page's is mostly its
+        successor's.  Comparing a stretch of the key column is far cheaper than a look at
+        a random slot for each key.  A guess needs no other proof than the equal key,
+        since the keys of removed rows are erased.
+
+        Returns:
+            Rows, of which the first ``known`` are filled in; and ``known``.
+        """
+        rows, known = np.empty(len(keys), np.int32), 0
+        for _ in range(_MAX_RUNS):
+            key = keys[known].tolist()
+            start = self._probe(key, key[0] & self._mask)
+            if start < 0:
+                break
+            stretch = self._keys[start : start + len(keys) - known]
+            same = same_keys(stretch, keys[known : known + len(stretch)])
+            wrong = int(same.argmin())
+            length = len(stretch) if same[wrong] else wrong
+            rows[known : known + length] = np.arange(start, start + length)
+            known += length
+            if known == len(keys) or length <= _FEW:
+                break
+        return rows, known
+
+    def _find_many(self, keys: Words) -> Rows:
+        """Return the rows of keys, probing for all of them at once."""
+        slots = self._homes(keys)
         found = rows = self._at(slots)
-        at = np.arange(0)  # where in ``rows`` the keys of ``found`` belong
+        at = np.arange(len(keys))  # where in ``rows`` the keys still searched belong
         while True:
             other = (~same_keys(self._keys.take(found, axis=0), keys)).nonzero()[0]
             other = other[found.take(other) >= 0]  # an empty slot ends the search
             if not other.size:
                 return rows
-            keys, slots = keys.take(other, axis=0), (slots.take(other) + 1) & self._mask
-            at = at.take(other) if at.size else other
-            few = len(keys) <= _FEW
-            rows[at] = found = self._find_few(keys, slots) if few else self._at(slots)
-            if few:
+            keys, at = keys.take(other, axis=0), at.take(other)
+            slots = (slots.take(other) + 1) & self._mask
+            if len(keys) <= _FEW:
+                rows[at] = self._find_few(keys, slots)
                 return rows
+            rows[at] = found = self._at(slots)
+
+    def _homes(self, keys: Words) -> NDArray[np.int64]:
+        """Return the slots at which the search for keys begins."""
+        return keys[:, 0].view(np.int64) & self._mask
 
     def _at(self, slots: NDArray[np.int64]) -> Rows:
         """Return the rows in slots; -1, which holds no key, for an empty one."""
@@ -96,7 +139,7 @@ class KeyTable:
         """
         owners = np.empty_like(rows)
         keys = self._keys.take(rows, axis=0)
-        slots = keys[:, 0].view(np.int64) & self._mask
+        slots = self._homes(keys)
         pending = np.arange(len(rows))
         while pending.size:
             at = slots[pending]
@@ -111,7 +154,7 @@ class KeyTable:
         return owners
 
     def remove(self, row: int) -> None:
-        """Take a row out, closing the gap so that no tombstone stays behind."""
+        """Take a row out and erase its key; no tombstone stays behind."""
         slots, word, mask = self._slot, self._word, self._mask
         hole = word[KEY_WORDS * row] & mask
         while slots[hole] != row + 1:
@@ -125,6 +168,7 @@ class KeyTable:
                 slots[hole] = entry
                 hole = at
         slots[hole] = 0
+        self._keys[row] = 0
 
     def rows(self) -> Rows:
         """Return all rows in the table, ascending."""

@@ -123,13 +123,26 @@ def _turn_ends(
         if g != spec.anchor and not group.group.kind.needs_every_page:
             continue  # its tails hang below the anchor's
         pages = range(first // group.size, min(farthest, last) // group.size + 1)
-        parents = key_array(chains[g].parent(page) for page in pages)
-        for at, tokens in index.tail_ends(parents, g):
+        for at, tokens in index.tail_ends(_parents(index, chains[g], group.rows, pages), g):
             ends.add(pages[at] * group.size + tokens)
         if any(group.size % other.size for other in groups):
             # A turn that ended with a full page here may have left tails in other groups.
             ends.update(page * group.size for page in pages)
     return sorted((end for end in ends if first < end <= last), reverse=True)[:MAX_ENDS]
+
+
+def _parents(
+    index: PrefixIndex, chain: KeyChain, found: NDArray[np.int32], pages: range
+) -> NDArray[np.int32]:
+    """Return the rows before pages: those found, and others (ghosts too) by their keys."""
+    rows = np.full(len(pages), -1, np.int32)
+    known = found[max(pages.start - 1, 0) : pages.stop - 1]
+    first = int(pages.start == 0)  # nothing was looked up for the root
+    rows[first : first + len(known)] = known
+    unknown = (rows < 0).nonzero()[0].tolist()
+    if unknown:
+        rows[unknown] = index.lookup(key_array(chain.parent(pages[i]) for i in unknown))
+    return rows
 
 
 def _add_tails(
@@ -142,6 +155,8 @@ def _add_tails(
 ) -> bool:
     """Look up every group's tails at these ends; return whether any is there."""
     wanted = [(g, end) for end in ends for g, group in enumerate(groups) if group.wants_tail(end)]
+    if not wanted:
+        return False
     keys = key_array(chains[g].tail(tokens[:end]) for g, end in wanted)
     rows = index.find(keys, within=within).tolist()
     there = [(g, end, row) for (g, end), row in zip(wanted, rows, strict=True) if row >= 0]

@@ -25,6 +25,7 @@ class Twin:
             self.rows.setdefault(key, int(owner))
             assert self.rows[key] == owner
             if row != owner:
+                self.words[row] = 0
                 self.free.append(int(row))
 
     def remove(self, key):
