@@ -117,14 +117,14 @@ class Committer:
             self._core.write_fault = reason
             logger.error("%s: %s; pages are still read", self._core.layout.root, reason)
 
-    def mark_clean(self, max_seq: int) -> None:
+    def mark_clean(self, max_seq: int, durable_seq: int) -> None:
         """Write the clean-shutdown marker, if all pages are indeed in the durable index."""
         core = self._core
         if core.write_fault is not None or self._unsynced or self._doomed:
             return
         catalog = core.catalog
         size, digest = hash_file(os.path.join(core.layout.index, "data.mdb"))
-        mark = CleanMark(len(catalog), catalog.record_sum, max_seq, size, digest)
+        mark = CleanMark(len(catalog), catalog.record_sum, max_seq, durable_seq, size, digest)
         core.backend.write_file(core.layout.clean, encode_sealed(asdict(mark)))
 
     def count_mismatches(self) -> int:

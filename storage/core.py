@@ -107,6 +107,7 @@ class Core:
     removed: Removed
     capacity_bytes: int
     next_seq: int
+    durable_seq: int
     pid: int
     clean_open: bool
     recover_seconds: float

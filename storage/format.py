@@ -22,7 +22,7 @@ PAGE_TAIL = 1
 ZERO_KEY = bytes(KEY_BYTES)
 
 _MAGIC = b"TKVSLOT\x01"
-_HEADER = struct.Struct("<8sHHI16s16s32s32s32sQQQQQIIIBBHQIIQ16s")
+_HEADER = struct.Struct("<8sHHI16s16s32s32s32sQQQQQIIIBBHQIIQ16sQ")
 _RANGES_AT = 256
 _HASH_AT = HEADER_BYTES - 8
 MAX_RANGES = (_HASH_AT - _RANGES_AT) // 8
@@ -57,7 +57,12 @@ class PageInfo:
 
 
 class SlotHeader(NamedTuple):
-    """The decoded header of a slot; ``ranges`` are the xxh3_64 of the payload's ranges."""
+    """The decoded header of a slot.
+
+    ``ranges`` are the xxh3_64 of the payload's ranges.  ``durable_seq`` says that every write
+    up to that sequence number was whole and synced before this one began; recovery reads the
+    payloads of later writes only.
+    """
 
     info: PageInfo
     slab_uuid: bytes
@@ -71,6 +76,7 @@ class SlotHeader(NamedTuple):
     layer_bytes: int
     stored_hash: int
     page_hash: bytes
+    durable_seq: int
     ranges: tuple[int, ...]
 
 
@@ -160,6 +166,7 @@ def encode_header(header: SlotHeader, out: ByteArray) -> None:
         0,
         header.stored_hash,
         header.page_hash,
+        header.durable_seq,
     )
     struct.pack_into(f"<{len(header.ranges)}Q", block, _RANGES_AT, *header.ranges)
     _U64.pack_into(block, _HASH_AT, xxhash.xxh3_64_intdigest(block[:_HASH_AT]))
@@ -196,6 +203,7 @@ def decode_header(data: ByteArray) -> SlotHeader | None:
         _,
         stored_hash,
         page_hash,
+        durable_seq,
     ) = _HEADER.unpack_from(block)
     if magic != _MAGIC or version != FORMAT_VERSION or header_bytes != HEADER_BYTES:
         return None
@@ -216,6 +224,7 @@ def decode_header(data: ByteArray) -> SlotHeader | None:
         layer_bytes,
         stored_hash,
         page_hash,
+        durable_seq,
         ranges,
     )
 

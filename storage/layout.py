@@ -77,6 +77,7 @@ class CleanMark:
     pages: int
     record_sum: int
     max_seq: int
+    durable_seq: int
     index_bytes: int
     index_hash: str
 

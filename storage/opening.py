@@ -54,6 +54,7 @@ class _Found:
     index: LmdbIndex | MemoryIndex
     loaded: Loaded
     max_seq: int
+    durable_seq: int
     clean: bool
 
 
@@ -128,6 +129,7 @@ def _open_locked(
             removed=removed,
             capacity_bytes=capacity,
             next_seq=found.max_seq + 1,
+            durable_seq=found.durable_seq,
             pid=os.getpid(),
             clean_open=found.clean,
             recover_seconds=elapsed,
@@ -222,13 +224,13 @@ def _find(
     backend.remove_file(layout.clean)
     clean = None if mark is None else load_clean_index(layout, backend, mark)
     if mark is not None and clean is not None:
-        return _Found(clean[0], clean[1], mark.max_seq, True)
+        return _Found(*clean, mark.max_seq, mark.durable_seq, clean=True)
     scan = scan_slabs(slot_io, slabs, config.io_threads)
     # What a dead process wrote may not be durable yet, and a flush will promise it.
     for slab_id in {record.slab for record in scan.records}:
         backend.fdatasync(files.descriptor(slab_id))
     rebuilt, loaded = rebuild_index(layout, backend, scan.records)
-    return _Found(rebuilt, loaded, scan.max_seq, clean=not slabs)
+    return _Found(rebuilt, loaded, scan.max_seq, scan.max_seq, clean=not slabs)
 
 
 def _find_to_read(
@@ -246,10 +248,10 @@ def _find_to_read(
     elif is_locked(layout.lock):
         found = load_live_index(layout, backend)
     if found is not None:
-        return _Found(found[0], found[1], 0, mark is not None)
+        return _Found(*found, 0, 0, clean=mark is not None)
     scan = scan_slabs(slot_io, slabs, config.io_threads)
     index = MemoryIndex(scan.records)
-    return _Found(index, _with_sums(index, scan), scan.max_seq, False)
+    return _Found(index, _with_sums(index, scan), scan.max_seq, 0, clean=False)
 
 
 def _with_sums(index: MemoryIndex, scan: Scan) -> Loaded:

@@ -8,12 +8,21 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from tierkv.storage.aligned import aligned_empty
 from tierkv.storage.backend import IOBackend, sync_directory
-from tierkv.storage.format import IndexRecord, decode_record, encode_record, record_of, record_sum
+from tierkv.storage.columns import Location
+from tierkv.storage.format import (
+    IndexRecord,
+    SlotHeader,
+    decode_record,
+    encode_record,
+    record_of,
+    record_sum,
+)
 from tierkv.storage.index import IndexDamagedError, LmdbIndex, write_index
 from tierkv.storage.layout import CleanMark, Layout, SlabMeta, hash_file
 from tierkv.storage.lock import is_locked
-from tierkv.storage.slotio import SlotIO
+from tierkv.storage.slotio import SlotIO, Wanted
 
 logger = logging.getLogger(__name__)
 
@@ -22,10 +31,11 @@ Loaded = list[tuple[IndexRecord, int]]
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What the slot headers say."""
+    """What the slots say: the latest good write of each key, and what was left out."""
 
     records: list[IndexRecord]
     max_seq: int
+    torn: int
 
 
 def load_clean_index(
@@ -42,7 +52,8 @@ def load_clean_index(
         if hash_file(data) != (mark.index_bytes, mark.index_hash):
             logger.warning("%s: changed since the store was closed; rebuilding it", data)
             return None
-        index = LmdbIndex(layout.index, backend, read_only=read_only)
+        lock = not read_only or _may_lock(layout)
+        index = LmdbIndex(layout.index, backend, read_only=read_only, lock=lock)
     except (IndexDamagedError, OSError) as error:
         logger.warning("%s; rebuilding the index from the slabs", error)
         return None
@@ -65,7 +76,7 @@ def load_live_index(layout: Layout, backend: IOBackend) -> tuple[LmdbIndex, Load
     may not be written (another user's store, a read-only filesystem) the index is read
     without it, if no writer is there.
     """
-    lock = os.access(os.path.join(layout.index, "lock.mdb"), os.W_OK, effective_ids=True)
+    lock = _may_lock(layout)
     if not lock and is_locked(layout.lock):
         return None
     try:
@@ -80,6 +91,10 @@ def load_live_index(layout: Layout, backend: IOBackend) -> tuple[LmdbIndex, Load
         return None
 
 
+def _may_lock(layout: Layout) -> bool:
+    return os.access(os.path.join(layout.index, "lock.mdb"), os.W_OK, effective_ids=True)
+
+
 def _decode_all(index: LmdbIndex) -> Iterator[tuple[IndexRecord, int]]:
     for key, value in index.records():
         record = decode_record(key, value)
@@ -89,24 +104,38 @@ def _decode_all(index: LmdbIndex) -> Iterator[tuple[IndexRecord, int]]:
 
 
 def scan_slabs(slot_io: SlotIO, slabs: Sequence[SlabMeta], threads: int) -> Scan:
-    """Read every slot header; where a key was written twice, the later write counts.
+    """Read every slot header; where a key was written twice, the later good write counts.
 
-    Only headers are checked here: payloads are checked whenever they are read.
+    Headers say up to which write everything was whole and synced.  The payloads of later
+    writes are read too: one that a crash tore must not be taken for the page.
     """
-    newest: dict[bytes, IndexRecord] = {}
-    max_seq = 0
     with ThreadPoolExecutor(threads, thread_name_prefix="tierkv-scan") as pool:
-        for records in pool.map(lambda slab: _scan_slab(slot_io, slab), slabs):
-            for record in records:
-                max_seq = max(max_seq, record.seq)
-                known = newest.get(record.info.key)
-                if known is None or known.seq < record.seq:
-                    newest[record.info.key] = record
-    return Scan(list(newest.values()), max_seq)
+        found = [
+            (slab, header)
+            for slab, headers in zip(
+                slabs, pool.map(lambda slab: _headers(slot_io, slab), slabs), strict=True
+            )
+            for header in headers
+        ]
+        durable = max((header.durable_seq for _, header in found), default=0)
+        late = [(slab, header) for slab, header in found if header.seq > durable]
+        whole = pool.map(lambda pair: _is_whole(slot_io, *pair), late)
+        torn = {header.seq for (_, header), good in zip(late, whole, strict=True) if not good}
+    newest: dict[bytes, IndexRecord] = {}
+    for slab, header in found:
+        if header.seq not in torn:
+            record = record_of(header, slab.id)
+            known = newest.get(record.info.key)
+            if known is None or known.seq < record.seq:
+                newest[record.info.key] = record
+    if torn:
+        logger.warning("%d pages were not written to their end; they are left out", len(torn))
+    max_seq = max((header.seq for _, header in found), default=0)
+    return Scan(list(newest.values()), max_seq, len(torn))
 
 
-def _scan_slab(slot_io: SlotIO, slab: SlabMeta) -> list[IndexRecord]:
-    records = []
+def _headers(slot_io: SlotIO, slab: SlabMeta) -> list[SlotHeader]:
+    headers = []
     for slot in range(slab.slots):
         try:
             header = slot_io.read_header(slab, slot)
@@ -114,8 +143,19 @@ def _scan_slab(slot_io: SlotIO, slab: SlabMeta) -> list[IndexRecord]:
             logger.warning("slab %04d slot %d: %s", slab.id, slot, error.strerror)
             continue
         if header is not None:
-            records.append(record_of(header, slab.id))
-    return records
+            headers.append(header)
+    return headers
+
+
+def _is_whole(slot_io: SlotIO, slab: SlabMeta, header: SlotHeader) -> bool:
+    """Whether a slot holds all of the page that its header describes."""
+    location = Location(slab.id, header.slot, header.seq, header.raw_bytes, header.stored_bytes)
+    wanted = Wanted(header.info.key, None, location, aligned_empty(header.raw_bytes))
+    try:
+        return slot_io.read(slab, wanted).fault is None
+    except OSError as error:
+        logger.warning("slab %04d slot %d: %s", slab.id, header.slot, error.strerror)
+        return False
 
 
 def rebuild_index(

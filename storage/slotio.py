@@ -68,6 +68,7 @@ class Placed(NamedTuple):
     page: PageWrite
     slot: int
     seq: int
+    durable_seq: int
 
 
 class SlotIO:
@@ -137,6 +138,7 @@ class SlotIO:
             layer_bytes=page.layer_bytes,
             stored_hash=0 if encoded is None else xxhash.xxh3_64_intdigest(stored.data),
             page_hash=hash_page(ranges),
+            durable_seq=placed.durable_seq,
             ranges=ranges,
         )
         return header, stored

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
@@ -15,10 +13,12 @@ from tierkv.storage.aligned import ByteArray
 from tierkv.storage.backend import IOBackend, OsBackend
 from tierkv.storage.clock import Clock, SystemClock
 from tierkv.storage.core import Core, SsdConfig
-from tierkv.storage.counters import COUNTED, SsdStats
+from tierkv.storage.counters import SsdStats
 from tierkv.storage.format import PAGE_TAIL, IndexRecord, PageInfo
+from tierkv.storage.health import check_tier, collect_stats
 from tierkv.storage.index import LmdbIndex
 from tierkv.storage.layout import load_names
+from tierkv.storage.lifetime import Lifetime
 from tierkv.storage.listing import list_records
 from tierkv.storage.opening import open_core
 from tierkv.storage.reader import Reader
@@ -49,10 +49,6 @@ __all__ = [
     "WriteTicket",
 ]
 
-logger = logging.getLogger(__name__)
-
-EXIT_TIMEOUT_S = 5.0
-
 
 class SsdTier:
     """One directory of pages on disk.  Thread-safe; owned by one process at a time.
@@ -72,8 +68,8 @@ class SsdTier:
         if isinstance(core.index, LmdbIndex) and not core.config.read_only:
             self._writer = Writer(core, core.index)
         self._reader = Reader(core, self._writer)
-        self._parts = _Parts(core, self._reader, self._writer)
-        self._finalizer = weakref.finalize(self, self._parts.abandon)
+        self._lifetime = Lifetime(core, self._reader, self._writer)
+        self._finalizer = weakref.finalize(self, self._lifetime.abandon)
 
     @classmethod
     def open(
@@ -285,7 +281,7 @@ class SsdTier:
         """Keep (hits, last use in Unix seconds) of pages; written with the next flush."""
         self._enter()
         if self._writer is not None:
-            self._writer.record_usage(usage)
+            self._writer.committer.record_usage(usage)
 
     def take_removed(self) -> list[bytes]:
         """Return the pages that the tier dropped by itself since the last call."""
@@ -328,36 +324,7 @@ class SsdTier:
     def stats(self) -> SsdStats:
         """Return state and counters."""
         self._check_process()
-        core = self._core
-        counts = core.catalog.counts()
-        counted = core.counters.snapshot()
-        unallocated = max(0, core.capacity_bytes - core.files.total_bytes) // core.slot_bytes
-        return SsdStats(
-            capacity_bytes=core.capacity_pages * core.slot_bytes,
-            used_bytes=core.catalog.used_bytes,
-            pages=len(core.catalog),
-            page_bytes=core.catalog.page_bytes,
-            free_slots=counts.free + unallocated,
-            deferred_slots=counts.doomed + counts.deferred,
-            writing_slots=counts.writing,
-            slabs=len(core.catalog.slab_metas()),
-            slab_bytes=core.files.total_bytes,
-            direct=core.files.direct,
-            read_only=self._writer is None or core.write_fault is not None,
-            write_fault=core.write_fault,
-            breaker="open" if core.breaker.is_open else "closed",
-            clean_open=core.clean_open,
-            recover_seconds=core.recover_seconds,
-            recovered_pages=core.recovered_pages,
-            queue_bytes=0 if self._writer is None else self._writer.queued_bytes,
-            reads_in_flight=self._reader.in_flight,
-            errors_by_kind={
-                name.removeprefix("error_"): n
-                for name, n in counted.items()
-                if name.startswith("error_")
-            },
-            **{name: counted[name] for name in COUNTED},
-        )
+        return collect_stats(self._core, self._reader, self._writer)
 
     def check(self) -> None:
         """Prove that slots, pages, index and counters agree.
@@ -366,22 +333,7 @@ class SsdTier:
             AssertionError: naming what does not hold.
         """
         self._enter()
-        core = self._core
-        core.catalog.check()
-        stats = self.stats()
-        counts = core.catalog.counts()
-        slots = sum(meta.slots for meta in core.catalog.slab_metas())
-        assert counts.total == slots, f"slots: {counts} do not add up to {slots}"
-        assert counts.live == len(core.catalog), "live slots and pages differ"
-        assert core.files.total_bytes <= core.capacity_bytes or self.read_only, "over capacity"
-        outcomes = (
-            stats.hits + stats.misses + stats.corrupt + stats.errors + stats.timeouts + stats.closed
-        )
-        if not stats.reads_in_flight and not self._reader.in_flight:
-            assert stats.lookups == outcomes, f"{stats.lookups} lookups, {outcomes} outcomes"
-        if self._writer is not None and core.write_fault is None:
-            mismatches = self._writer.count_mismatches()
-            assert not mismatches, f"index and memory disagree about {mismatches} pages"
+        check_tier(self._core, self._reader, self._writer)
 
     def close(self, timeout_s: float = 30.0) -> bool:
         """Flush, mark the store as cleanly closed, end all threads, give the directory up.
@@ -391,7 +343,7 @@ class SsdTier:
         late write must not meet a reused descriptor.
         """
         self._check_process()
-        return self._parts.close(timeout_s)
+        return self._lifetime.close(timeout_s)
 
     def __enter__(self) -> Self:
         return self
@@ -415,41 +367,3 @@ class SsdTier:
                 f"{self.path}: opened by process {self._core.pid}, used in its fork "
                 f"{os.getpid()}; open the store after forking"
             )
-
-
-class _Parts:
-    """What must be shut down, apart from the facade, so that forgetting that is noticed."""
-
-    def __init__(self, core: Core, reader: Reader, writer: Writer | None) -> None:
-        self._core = core
-        self._reader = reader
-        self._writer = writer
-        self._result: bool | None = None
-
-    def close(self, timeout_s: float) -> bool:
-        """Shut down once; see ``SsdTier.close``."""
-        if self._result is not None:
-            return self._result
-        self._core.closing = True
-        self._result = self._reader.stop(timeout_s)
-        if self._writer is not None:
-            self._result = self._writer.stop(timeout_s) and self._result
-        if self._result:
-            self._core.release()
-        else:
-            logger.error(
-                "%s: I/O still hangs after %.1f s; the directory stays locked until this "
-                "process ends",
-                self._core.layout.root,
-                timeout_s,
-            )
-        return self._result
-
-    def abandon(self) -> None:
-        """Shut down a tier that nobody closed: it was garbage, or the interpreter ends."""
-        if self._result is not None or os.getpid() != self._core.pid:
-            return
-        self.close(EXIT_TIMEOUT_S)
-        warnings.warn(
-            f"SSD tier {self._core.layout.root} was not closed", ResourceWarning, stacklevel=2
-        )

@@ -291,8 +291,9 @@ class CrashBackend(OsBackend):
     def pwritev(self, fd: int, buffers: Sequence[ByteArray], offset: int) -> int:
         """See ``IOBackend``."""
         with self._lock:
-            data = b"".join(b.tobytes() for b in buffers)
-            self._pending.setdefault(self._paths[fd], []).append((offset, data))
+            if not self.frozen:
+                data = b"".join(b.tobytes() for b in buffers)
+                self._pending.setdefault(self._paths[fd], []).append((offset, data))
             return super().pwritev(fd, buffers, offset)
 
     def fdatasync(self, fd: int) -> None:

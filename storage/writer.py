@@ -18,7 +18,7 @@ import errno
 import logging
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
 from tierkv.storage.allocator import Allocator
@@ -26,12 +26,21 @@ from tierkv.storage.columns import Location
 from tierkv.storage.committer import Committer
 from tierkv.storage.core import COMMIT_RECORDS, GROUP_BYTES, RUN_BYTES, Core
 from tierkv.storage.index import LmdbIndex
-from tierkv.storage.slabs import NO_SPACE_ERRNOS
 from tierkv.storage.slotio import MAX_RUN, Placed
 from tierkv.storage.tickets import WriteTicket
 from tierkv.storage.types import FlushReport, PageWrite, WriteStatus
 from tierkv.storage.workers import WorkerPool
-from tierkv.storage.writes import FlushRequest, Group, Inbox, SyncJob, WriteJob, WriteRun
+from tierkv.storage.writes import (
+    STATUS_COUNTERS,
+    FlushRequest,
+    Group,
+    Inbox,
+    SyncJob,
+    WriteJob,
+    WriteRun,
+    errno_name,
+    failure_status,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +71,10 @@ class Writer:
         self._failed_keys: list[bytes] = []
         self._failed_slabs: set[int] = set()
         self._next_seq = core.next_seq
+        # Every write up to here is whole and synced.  A failed one stops the count: what it
+        # left in its slot must be read in full before a later recovery may believe it.
+        self._durable_seq = core.durable_seq
+        self._counting = True
         self._writes = WorkerPool("write", core.config.io_threads, core.counters)
         self._syncs = WorkerPool("sync", 1, core.counters)
         self._thread = threading.Thread(target=self._run, name="tierkv-writer", daemon=True)
@@ -117,9 +130,10 @@ class Writer:
         self._core.counters.add("removed_pages")
         return True
 
-    def record_usage(self, usage: Mapping[bytes, tuple[int, int]]) -> None:
-        """Keep hits and last use until the next commit."""
-        self._committer.record_usage(usage)
+    @property
+    def committer(self) -> Committer:
+        """What goes into the index; ``record_usage`` may be called from any thread."""
+        return self._committer
 
     def flush(self) -> FlushRequest:
         """Ask for everything so far to be made durable."""
@@ -189,7 +203,7 @@ class Writer:
                 self._guard(message)
             self._guard(self._advance)
         self._guard(self._committer.commit_and_sync)
-        self._guard(lambda: self._committer.mark_clean(self._next_seq - 1))
+        self._guard(lambda: self._committer.mark_clean(self._next_seq - 1, self._durable_seq))
 
     def _guard(self, call: Callable[[], object]) -> None:
         try:
@@ -229,7 +243,9 @@ class Writer:
             self._resolve(*waiter, WriteStatus.NO_SPACE)
             return
         slab, slot = place
-        job = WriteJob(slab, Placed(waiter[0], slot, self._next_seq), self._open_group)
+        job = WriteJob(
+            slab, Placed(waiter[0], slot, self._next_seq, self._durable_seq), self._open_group
+        )
         job.followers.append(waiter)
         self._next_seq += 1
         self._pending[job.key] = job
@@ -260,7 +276,7 @@ class Writer:
         error = run.jobs[0].error
         if error is None:
             return
-        self._core.counters.add(f"error_write_{_errno_name(error)}")
+        self._core.counters.add(f"error_write_{errno_name(error)}")
         if getattr(error, "errno", None) in _IO_ERRNOS:
             self._allocator.retire(run.jobs[0].slab.id)
             self._core.breaker.failure()
@@ -306,21 +322,29 @@ class Writer:
             return  # given up meanwhile
         group = self._groups.popleft()
         for slab_id, error in sync.errors.items():
-            self._core.counters.add(f"error_sync_{_errno_name(error)}")
+            self._core.counters.add(f"error_sync_{errno_name(error)}")
             self._failed_slabs.add(slab_id)
             self._allocator.retire(slab_id)
             self._core.breaker.failure()
+        self._count_durable(group)
         written = []
         for job in group.jobs:
             # After a failed sync a later one may succeed, and lie: the slab is done for.
             if job.record is None or job.slab.id in self._failed_slabs:
-                self._end(job, _failure_status(job.error))
+                self._end(job, failure_status(job.error))
             elif job.cancelled:
                 self._end(job, WriteStatus.WRITTEN)
             else:
                 written.append(job)
         for at in range(0, len(written), COMMIT_RECORDS):
             self._publish(written[at : at + COMMIT_RECORDS])
+
+    def _count_durable(self, group: Group) -> None:
+        for job in group.jobs:
+            if job.record is None or job.slab.id in self._failed_slabs:
+                self._counting = False
+        if self._counting:
+            self._durable_seq = max(job.placed.seq for job in group.jobs)
 
     def _publish(self, jobs: Sequence[WriteJob]) -> None:
         """Commit pages to the index, make them findable, then tell whoever waits."""
@@ -362,7 +386,7 @@ class Writer:
             else:
                 del self._queued_keys[key]
         if status is not WriteStatus.WRITTEN:
-            self._core.counters.add(_STATUS_COUNTERS[status])
+            self._core.counters.add(STATUS_COUNTERS[status])
             if status is not WriteStatus.DUPLICATE:
                 self._failed_keys.append(key)
         ticket.resolve(position, status)
@@ -384,6 +408,7 @@ class Writer:
 
     def _give_up(self) -> None:
         """Settle everything after a failure of this very thread; its slots stay taken."""
+        self._counting = False
         self._groups.clear()
         self._open_group = Group()
         self._run_jobs = []
@@ -392,21 +417,3 @@ class Writer:
         flushes, self._flushes = self._flushes, []
         for request in flushes:
             request.finish(FlushReport(0, 0, False, list(self._failed_keys)))
-
-
-_STATUS_COUNTERS = {
-    WriteStatus.DUPLICATE: "duplicate_pages",
-    WriteStatus.NO_SPACE: "rejected_no_space",
-    WriteStatus.FAILED: "rejected_failed",
-    WriteStatus.READ_ONLY: "rejected_read_only",
-}
-
-
-def _failure_status(error: BaseException | None) -> WriteStatus:
-    full = isinstance(error, OSError) and error.errno in NO_SPACE_ERRNOS
-    return WriteStatus.NO_SPACE if full else WriteStatus.FAILED
-
-
-def _errno_name(error: BaseException) -> str:
-    number = getattr(error, "errno", None)
-    return errno.errorcode.get(number or 0, type(error).__name__)

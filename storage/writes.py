@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
@@ -9,9 +10,10 @@ from queue import SimpleQueue
 from tierkv.storage.core import Core
 from tierkv.storage.format import IndexRecord
 from tierkv.storage.layout import SlabMeta
+from tierkv.storage.slabs import NO_SPACE_ERRNOS
 from tierkv.storage.slotio import Placed
 from tierkv.storage.tickets import WriteTicket
-from tierkv.storage.types import FlushReport, PageWrite
+from tierkv.storage.types import FlushReport, PageWrite, WriteStatus
 
 Inbox = SimpleQueue[Callable[[], object] | None]
 
@@ -144,3 +146,23 @@ class FlushRequest:
     def wait(self, timeout_s: float | None) -> FlushReport | None:
         """Return the report, or None when time ran out."""
         return self._report if self._done.wait(timeout_s) else None
+
+
+STATUS_COUNTERS = {
+    WriteStatus.DUPLICATE: "duplicate_pages",
+    WriteStatus.NO_SPACE: "rejected_no_space",
+    WriteStatus.FAILED: "rejected_failed",
+    WriteStatus.READ_ONLY: "rejected_read_only",
+}
+
+
+def failure_status(error: BaseException | None) -> WriteStatus:
+    """Return what a page is told whose write ended with ``error``."""
+    full = isinstance(error, OSError) and error.errno in NO_SPACE_ERRNOS
+    return WriteStatus.NO_SPACE if full else WriteStatus.FAILED
+
+
+def errno_name(error: BaseException) -> str:
+    """Return the name of an error for a counter: ``EIO``, or the exception's class."""
+    number = getattr(error, "errno", None)
+    return errno.errorcode.get(number or 0, type(error).__name__)

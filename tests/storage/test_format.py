@@ -55,6 +55,7 @@ headers = st.builds(
     layer_bytes=u32,
     stored_hash=u64,
     page_hash=st.binary(min_size=16, max_size=16),
+    durable_seq=u64,
     ranges=st.lists(u64, min_size=1, max_size=MAX_RANGES).map(tuple),
 )
 
@@ -62,7 +63,7 @@ headers = st.builds(
 def sample_header() -> SlotHeader:
     info = PageInfo(bytes(range(32)), b"n" * 32, b"p" * 32, 1, 640, 128, PAGE_TAIL, 1_700_000_000)
     return SlotHeader(
-        info, b"u" * 16, b"f" * 16, 3, 9, 8192, 8192, 0, 0, 4096, 0, b"h" * 16, (1, 2)
+        info, b"u" * 16, b"f" * 16, 3, 9, 8192, 8192, 0, 0, 4096, 0, b"h" * 16, 5, (1, 2)
     )
 
 

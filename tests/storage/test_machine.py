@@ -74,6 +74,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.possible: dict[int, set[int]] = {n: set() for n in NUMBERS}  # may come back
         self.flushed: dict[int, int] = {}  # what must survive even a power cut
         self.tier: SsdTier | None = None
+        self.damaged = False  # a write was silently damaged: reads may find it at any time
 
     def path(self) -> Path:
         return self.root / f"store-{self.generation}"
@@ -184,7 +185,9 @@ class StoreMachine(RuleBasedStateMachine):
             if n in self.current:
                 continue
             out = aligned_empty(SIZE)
-            if self.tier.read([page_key(n)], [out]) == [ReadStatus.HIT]:
+            status = self.tier.read([page_key(n)], [out])[0]
+            assert status is not ReadStatus.CORRUPT or self.damaged
+            if status is ReadStatus.HIT:
                 expected = {v: page_bytes(n, SIZE, v) for v in self.possible[n]}
                 matching = [v for v, page in expected.items() if np.array_equal(out, page)]
                 assert matching, f"page {n} came back as something never put"
@@ -239,6 +242,7 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(fault=st.sampled_from(FAULTS), skip=st.integers(0, 3))
     def inject(self, fault: tuple, skip: int) -> None:
         op, action, times = fault
+        self.damaged |= (op, action) == ("pwritev", "flip")
         self.faults.inject(op, action, skip=skip, times=times)
 
     @invariant()

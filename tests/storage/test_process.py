@@ -227,9 +227,9 @@ def test_an_interpreter_that_ends_without_close_does_not_hang(open_tier, fast_di
 def test_an_interpreter_that_ends_while_io_hangs_does_not_hang(open_tier, fast_dir):
     result = child(
         """
-        import tierkv.storage.ssd as ssd
+        import tierkv.storage.lifetime as lifetime
         from tierkv.storage.testing import FaultyBackend, Gate
-        ssd.EXIT_TIMEOUT_S = 0.05
+        lifetime.EXIT_TIMEOUT_S = 0.05
         backend = FaultyBackend()
         gate = Gate()
         tier = open_tier(backend=backend)

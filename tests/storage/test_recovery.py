@@ -180,6 +180,7 @@ def test_power_cut_at_every_sync(open_tier, fast_dir, tear):
         promised = set().union(*(pages for syncs, pages in confirmed if syncs <= cut))
         again = open_tier(image, **options)
         statuses = dict(zip(range(32), read(again, *range(32)), strict=True))
+        assert set(statuses.values()) <= {HIT, MISS}, "recovery believed a torn page"
         lost = [n for n in promised if statuses[n] is not HIT]
         assert not lost, f"cut {cut}: pages {lost} were confirmed and are gone"
         assert put(again, 40) == [WriteStatus.WRITTEN] or again.stats().free_slots == 0
