@@ -43,7 +43,7 @@ format: $(STAMPS)/package  ## rewrite the sources in the project's format
 
 bench-quick: install  ## run each benchmark once, small (about two minutes)
 	@$(BIN)/python benchmarks/tiers.py --quick
-	@$(BIN)/python benchmarks/control_plane.py --quick
+	@$(BIN)/python benchmarks/control_plane.py --pages 10000 --rounds 3
 
 clean:  ## remove .venv, caches and what the demo left behind
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache demo-store bench-data

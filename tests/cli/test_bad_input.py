@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
-import stat
+import shutil
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -65,15 +68,26 @@ def test_a_damaged_meta_file(run, filled, command: list[str]) -> None:
 
 
 @pytest.fixture
-def as_nobody(run, filled, tmp_path) -> Iterator[None]:
-    """Give up root's rights for the test; the folders above the store are opened to all."""
+def public(run, filled):
+    """A store that root owns, in a folder that everybody may enter."""
     if os.geteuid() != 0:
         pytest.skip("only root can become somebody else")
-    run("ls", filled.path)  # what is imported late is imported now
-    closed = [p for p in (tmp_path, *tmp_path.parents) if not p.stat().st_mode & stat.S_IXOTH]
-    modes = {folder: folder.stat().st_mode for folder in closed}
-    for folder, mode in modes.items():
-        folder.chmod(mode | stat.S_IXOTH)
+    run("ls", filled.path)  # what is imported late is imported before rights are given up
+    with tempfile.TemporaryDirectory(prefix="tierkv-public-") as folder:
+        Path(folder).chmod(0o755)
+        yield replace(filled, path=Path(shutil.move(filled.path, folder)))
+
+
+@pytest.fixture
+def readable(public) -> None:
+    """Let everybody read the store; comes before ``as_nobody``."""
+    for path in (public.path, *public.path.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+
+
+@pytest.fixture
+def as_nobody(public) -> Iterator[None]:
+    """Give up root's rights for the test."""
     os.setegid(65534)
     os.seteuid(65534)
     try:
@@ -81,34 +95,25 @@ def as_nobody(run, filled, tmp_path) -> Iterator[None]:
     finally:
         os.seteuid(0)
         os.setegid(0)
-        for folder, mode in modes.items():
-            folder.chmod(mode)
 
 
 @commands
-def test_a_store_of_somebody_else(run, filled, as_nobody, command: list[str]) -> None:
-    assert_refused(run(*command, filled.path), str(filled.path), "Permission denied")
+def test_a_store_of_somebody_else(run, public, as_nobody, command: list[str]) -> None:
+    assert_refused(run(*command, public.path), str(public.path), "Permission denied")
 
 
-@pytest.fixture
-def readable(filled) -> None:
-    """Let everybody read the store; comes before ``as_nobody``."""
-    for path in (filled.path, *filled.path.rglob("*")):
-        path.chmod(0o755 if path.is_dir() else 0o644)
-
-
-def test_a_store_that_may_only_be_read_can_be_looked_at(run, filled, readable, as_nobody) -> None:
-    assert run("stat", filled.path, "--json").json["tiers"]["disk"]["pages"] == 10
-    assert run("ls", filled.path, "--json", "--group", "full").json["total"] == 7
-    assert run("verify", filled.path).status == 0
+def test_a_store_that_may_only_be_read_can_be_looked_at(run, public, readable, as_nobody) -> None:
+    assert run("stat", public.path, "--json").json["tiers"]["disk"]["pages"] == 10
+    assert run("ls", public.path, "--json", "--group", "full").json["total"] == 7
+    assert run("verify", public.path).status == 0
 
 
 @pytest.mark.parametrize("command", [["clear", "--yes"], ["verify", "--repair"]], ids=" ".join)
 def test_a_store_that_may_only_be_read_is_not_changed(
-    run, filled, readable, as_nobody, command: list[str]
+    run, public, readable, as_nobody, command: list[str]
 ) -> None:
-    assert_refused(run(*command, filled.path), "Permission denied")
-    assert run("ls", filled.path, "--json").json["total"] == 10
+    assert_refused(run(*command, public.path), "Permission denied")
+    assert run("ls", public.path, "--json").json["total"] == 10
 
 
 def test_no_argument_is_a_usage_error(run) -> None:
