@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from tierkv.planner import Rows
     from tierkv.spec import CacheSpec
     from tierkv.stats import FlushReport, StoreStats
+
+log = logging.getLogger(__name__)
 
 
 class Store:
@@ -262,7 +265,12 @@ class Store:
         with self._core.lock:
             self._hints.clear()
         try:
-            self.flush()
+            report = self.flush()
+            if report.failed_pages and self._core.disk is not None:
+                log.warning(
+                    "closing: %d committed pages could not be written to disk and are lost",
+                    report.failed_pages,
+                )
         finally:
             self._closed = True
             self._reporter.close()

@@ -85,7 +85,7 @@ def test_a_directory_belongs_to_one_store_at_a_time(open_store, tmp_path):
 
 def test_a_directory_with_other_things_in_it_is_refused(open_store, tmp_path):
     (tmp_path / "thesis.txt").write_text("not a store")
-    with pytest.raises(NotAStoreError, match="not a tierkv store|no tierkv store"):
+    with pytest.raises(NotAStoreError, match=r"not a tierkv store|no tierkv store"):
         open_store(path=tmp_path)
     assert (tmp_path / "thesis.txt").read_text() == "not a store"
 

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+from contextlib import suppress
 
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
@@ -110,10 +111,8 @@ class StoreMachine(RuleBasedStateMachine):
         elif kind == "unpin":
             self.store.unpin("somebody")
         else:
-            try:
+            with suppress(PinError):
                 self.store.pin(tokens, owner="somebody", ttl_s=20)
-            except PinError:
-                pass
 
     @rule(seconds=st.integers(1, 15))
     def time_passes(self, seconds):
