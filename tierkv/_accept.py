@@ -163,8 +163,9 @@ def make_acceptor(group: LayerGroup, found: Rows, limit: int) -> Acceptor:
         found: rows of its full pages from the first on, -1 where absent.
         limit: the longest length that will be asked about.
     """
-    rows = np.full(group.pages_for(limit), -1, np.int32)
+    rows = np.empty(group.pages_for(limit), np.int32)
     rows[: len(found)] = found
+    rows[len(found) :] = -1
     if group.kind.needs_every_page:
         return _Contiguous(group, rows)
     if group.kind is GroupKind.SLIDING:

@@ -22,7 +22,7 @@ _SPARSITY = 4
 # Below this many keys a plain loop beats the fixed cost of numpy calls.
 _FEW = 10
 # Runs of adjacent rows followed before keys are searched one by one.
-_MAX_RUNS = 6
+_MAX_RUNS = 8
 
 
 def same_keys(a: Words, b: Words) -> NDArray[np.bool_]:
@@ -75,7 +75,7 @@ class KeyTable:
             Rows, of which the first ``known`` are filled in; and ``known``.
         """
         rows, known = np.empty(len(keys), np.int32), 0
-        for _ in range(_MAX_RUNS):
+        for followed in range(_MAX_RUNS):
             key = keys[known].tolist()
             start = self._probe(key, key[0] & self._mask)
             if start < 0:
@@ -86,7 +86,7 @@ class KeyTable:
             length = len(stretch) if same[wrong] else wrong
             rows[known : known + length] = np.arange(start, start + length)
             known += length
-            if known == len(keys) or length <= _FEW:
+            if known == len(keys) or known < followed * _FEW:  # done, or not worth it
                 break
         return rows, known
 

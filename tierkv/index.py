@@ -319,18 +319,17 @@ class PrefixIndex(PageReader):
             return []
         return [row for row in self._forest.tails.rows(parent) if self._columns.residency[row]]
 
-    def tail_ends(self, parents: RowsLike, group: int) -> list[tuple[int, int]]:
-        """Return (position in ``parents``, num_tokens) of the tails of a group.
+    def tail_ends(self, parents: RowsLike) -> list[tuple[int, int, int]]:
+        """Return (position in ``parents``, group, num_tokens) of tails below these rows.
 
-        Each length below one parent row is named once.  Whether a tail of that length
+        Each length of a group below one row is named once.  Whether a tail of that length
         continues a given sequence, and is resident, the caller finds out by its key.
         """
         columns, rows = self._columns, as_rows(parents)
         return [
-            (i, int(columns.num_tokens[row]))
+            (i, int(columns.group[row]), int(columns.num_tokens[row]))
             for i in self._forest.tails.has_any(rows).nonzero()[0].tolist()
             for row in self._forest.tails.representatives(int(rows[i]))
-            if columns.group[row] == group
         ]
 
     @property

@@ -123,25 +123,24 @@ def _turn_ends(
         if g != spec.anchor and not group.group.kind.needs_every_page:
             continue  # its tails hang below the anchor's
         pages = range(first // group.size, min(farthest, last) // group.size + 1)
-        for at, tokens in index.tail_ends(_parents(index, chains[g], group.rows, pages), g):
-            ends.add(pages[at] * group.size + tokens)
-        if any(group.size % other.size for other in groups):
-            # A turn that ended with a full page here may have left tails in other groups.
-            ends.update(page * group.size for page in pages)
+        for at, kind, tokens in index.tail_ends(_parents(index, chains[g], group.rows, pages)):
+            # Another group's tail hangs below the page with which its turn ended.
+            ends.add(pages[at] * group.size + (tokens if kind == g else 0))
     return sorted((end for end in ends if first < end <= last), reverse=True)[:MAX_ENDS]
 
 
 def _parents(
     index: PrefixIndex, chain: KeyChain, found: NDArray[np.int32], pages: range
-) -> NDArray[np.int32]:
+) -> list[int]:
     """Return the rows before pages: those found, and others (ghosts too) by their keys."""
-    rows = np.full(len(pages), -1, np.int32)
-    known = found[max(pages.start - 1, 0) : pages.stop - 1]
-    first = int(pages.start == 0)  # nothing was looked up for the root
-    rows[first : first + len(known)] = known
-    unknown = (rows < 0).nonzero()[0].tolist()
+    rows = [-1] if pages.start == 0 else []
+    rows += found[max(pages.start - 1, 0) : pages.stop - 1].tolist()
+    rows += [-1] * (len(pages) - len(rows))
+    unknown = [i for i, row in enumerate(rows) if row < 0]
     if unknown:
-        rows[unknown] = index.lookup(key_array(chain.parent(pages[i]) for i in unknown))
+        ghosts = index.lookup(key_array(chain.parent(pages[i]) for i in unknown)).tolist()
+        for i, row in zip(unknown, ghosts, strict=True):
+            rows[i] = row
     return rows
 
 

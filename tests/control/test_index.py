@@ -319,8 +319,8 @@ def test_tails_are_found_below_their_parent_key(index):
     assert tails("root/a") == set(keys_of("root/a/t", "root/a/u", "root/a/v"))
     assert tails("unknown") == set()
     parents = index.lookup(key_array(keys_of("root", "root/a", "unknown")))
-    assert sorted(index.tail_ends(parents, 0)) == [(0, 1), (1, 2), (1, 3)]
-    assert index.tail_ends(parents, 1) == []
+    assert sorted(index.tail_ends(parents)) == [(0, 0, 1), (1, 0, 2), (1, 0, 3)]
+    assert index.tail_ends([]) == []
     index.clear_resident(find(index, "root/a/t"), HOST)
     assert tails("root/a") == set(keys_of("root/a/u", "root/a/v"))
 
@@ -341,7 +341,7 @@ def test_tail_lists_equal_a_set(steps):
         listed = {index.key(row) for row in index.tails(name_key("root"))}
         assert listed == {name_key(f"root/tail {n}") for n in there}
         root = index.lookup(key_array(keys_of("root")))
-        lengths = [tokens for _, tokens in index.tail_ends(root, 0)]
+        lengths = [tokens for _, _, tokens in index.tail_ends(root)]
         assert sorted(lengths) == sorted({n % 4 + 1 for n in there})
 
 
