@@ -80,12 +80,11 @@ def _check_trees(columns: Columns, used: NDArray[np.int32]) -> None:
         assert np.array_equal(columns.kids[tier][used], children(inside)), (
             f"{tier.label}: count of resident children is wrong"
         )
-    above = parents.copy()
-    for _ in range(used.size):  # every step goes one level up; a cycle would never end
-        if not (above >= 0).any():
-            return
-        above = np.where(above >= 0, columns.parent[above], -1)
-    assert not (above >= 0).any(), "parents form a cycle"
+    above = np.full(used.size + 1, -1)  # by position in ``used``; the last is "none"
+    above[:-1][linked] = np.searchsorted(used, parents[linked])
+    for _ in range(used.size.bit_length()):
+        above = above[above]  # twice as many levels up; only a cycle has no end
+    assert (above < 0).all(), "parents form a cycle"
 
 
 def _check_tails(columns: Columns, forest: Forest, used: NDArray[np.int32]) -> None:

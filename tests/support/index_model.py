@@ -36,6 +36,32 @@ def insert_named(index, names, *, group=0, flags=0, num_tokens=4):
     )
 
 
+def enter(index, names, tier=Tier.HOST, **options):
+    """Enter pages by name and make them resident in a tier."""
+    rows = insert_named(index, names, **options)
+    index.set_resident(rows, tier)
+    return rows
+
+
+def find(index, *names):
+    """Return the rows of pages by name."""
+    return index.find(key_array(map(name_key, names)))
+
+
+def evict(index, tier, count):
+    """Evict pages from a tier; return their keys in order."""
+    rows = index.victims(tier, count)
+    keys = [index.key(int(row)) for row in rows]
+    index.clear_resident(rows, tier)
+    index.unpin(rows, tier)
+    return keys
+
+
+def keys_of(*names):
+    """Return the keys of pages by name."""
+    return [name_key(name) for name in names]
+
+
 @dataclass
 class ModelPage:
     """What the twin knows of a row, page or ghost."""
