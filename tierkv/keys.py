@@ -77,7 +77,8 @@ class Namespace:
             "spec": spec.identity(),
             "weights": weights,
             "adapter": adapter,
-            "salt": salt,
+            # The description is stored with the pages; a tenant's secret must not be.
+            "salt": hashlib.sha256(salt.encode()).hexdigest() if salt else "",
             "tp": [tp_rank, tp_size],
         }
         text = json.dumps(described, sort_keys=True, separators=(",", ":"), ensure_ascii=True)

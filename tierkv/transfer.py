@@ -43,12 +43,12 @@ class Transfers:
         None when sequences and pins leave too few, or the deadline passes; nothing is
         taken then.
         """
-        core, planner = self._core, self._core.planner
+        core, planner, late = self._core, self._core.planner, False
         while True:
             with core.lock:
                 self._reap()
                 slots = planner.take(tier, count, near=near)
-                if slots is not None:
+                if slots is not None or late:
                     return slots
                 short = count - planner.free(tier)
                 batch = min(_BATCH_PAGES, planner.capacity(tier) // 8)
@@ -59,8 +59,8 @@ class Transfers:
                 self._moving += chosen
             if chosen:
                 self._evict(tier, victims, deadline)
-            if core.clock() > deadline:
-                return None
+            # A last look after the deadline: what could not be moved down was dropped.
+            late = core.clock() > deadline
 
     def write_down(self, rows: Rows, *, then_evict: bool) -> WriteTicket | None:
         """Start writing host-resident, pinned pages to disk; the pins end with the write.
