@@ -131,9 +131,16 @@ class Twin:
 
 @torch.no_grad()
 def feed(model: Any, cache: Any, ids: Any) -> Any:
-    """Return the logits of one forward over ``ids`` after what ``cache`` holds."""
+    """Feed ``ids`` after what ``cache`` holds; return all last hidden states and the logits.
+
+    Of the logits only those of the last token, which the hidden states decide: a vocabulary
+    of 262144 would take longer than all layers together.
+    """
     row = torch.as_tensor(ids, dtype=torch.long).reshape(1, -1)
-    return model(input_ids=row, cache=cache, use_cache=True).logits
+    output = model(
+        input_ids=row, cache=cache, use_cache=True, logits_to_keep=1, output_hidden_states=True
+    )
+    return torch.cat([output.hidden_states[-1].flatten(), output.logits.flatten()])
 
 
 class Traveller:
@@ -146,21 +153,18 @@ class Traveller:
         )
         pages = sum(group.pages_for(tokens) for group in spec.groups)
         self._device = (pages + 4) * spec.slot_bytes
-        self.kv = self._attach(host=None)
-        self._has_host = False
         self._fillers = 1000
+        self.kv = self._attach()
 
     def travel(self, route: str) -> None:
         """Send all pages somewhere: ``device`` (they stay), ``host``, ``disk``, ``reopened``."""
-        if route == "reopened" or (
-            route in ("host", "disk") and self._has_host != (route == "host")
-        ):
+        if route == "reopened":
             self.kv.close()
-            self._has_host = route == "host"
-            self.kv = self._attach(host=self._device * 2 if self._has_host else None)
+            self.kv = self._attach()
+        if route == "disk":  # committed pages follow ours through host memory, until it is full
+            self._fill(commit=True)
+            self._fill(commit=True)
         if route in ("host", "disk"):
-            # What was in host memory goes down when the fillers come after it.
-            self._fill(commit=route == "disk" or not self._has_host)
             self._fill()
 
     def __enter__(self) -> Traveller:
@@ -169,12 +173,12 @@ class Traveller:
     def __exit__(self, *error: object) -> None:
         self.kv.close()
 
-    def _attach(self, host: int | None) -> TierKV:
+    def _attach(self) -> TierKV:
         return TierKV.attach(
             self._model,
             self._path,
             device=self._device,
-            host=host,
+            host=self._device,
             disk="256MiB",
             self_check=False,
             **self._options,
