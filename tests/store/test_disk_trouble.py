@@ -108,3 +108,15 @@ def test_a_sync_that_fails_is_reported_by_flush(open_store, tmp_path, disk, op):
     assert not store.flush().ok
     assert turn(store, [*talks(1)[0], 7]).total == 20
     disk.clear()
+
+
+def test_writes_that_hang_cost_pages_and_no_exception(open_store, tmp_path, disk):
+    store = open_store(path=tmp_path / "s", device=8, host=8, io_timeout_s=0.2)
+    gate = Gate()
+    disk.inject("pwritev", gate, times=None, match="slabs")
+    for talk in talks(6):
+        turn(store, talk)
+    assert store.stats().counters["dropped_pages"] > 0
+    gate.opened.set()
+    disk.clear()
+    assert turn(store, [*talks(6)[5], 7]).total == 20
