@@ -44,10 +44,10 @@ def run_demo(
     model: str = "smollm2",
     conversations: int = 3,
     turns: int = 3,
-    doc_tokens: int = 1024,
-    new_tokens: int = 16,
-    device: str = "96MiB",
-    host: str = "64MiB",
+    doc_tokens: int = 768,
+    new_tokens: int = 8,
+    device: str = "56MiB",
+    host: str = "32MiB",
     disk: str = "1GiB",
     directory: Path | None = None,
     json_path: Path | None = None,
@@ -98,7 +98,9 @@ def run_demo(
             out.print("-- store closed and opened again --".center(80), style="dim")
         with _attached(network, place, budgets, self_check=not run.results) as kv:
             for turn in session:
-                for which in range(conversations):
+                # There and back, so that the nearer tiers have something to give as well.
+                order = range(conversations)
+                for which in order if turn % 2 else reversed(order):
                     with out.status(f"conversation {which + 1}, turn {turn}"):
                         run.turn(kv, which, turn)
                     out.print(line(run.results[-1]), soft_wrap=True, markup=False)

@@ -18,9 +18,9 @@ def demo(
     doc_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of the document each conversation starts with.")
     ] = 1024,
-    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated in a turn.")] = 16,
-    device: Annotated[str, typer.Option(help="Bytes of the device tier.")] = "96MiB",
-    host: Annotated[str, typer.Option(help="Bytes of the host tier.")] = "64MiB",
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated in a turn.")] = 8,
+    device: Annotated[str, typer.Option(help="Bytes of the device tier.")] = "56MiB",
+    host: Annotated[str, typer.Option(help="Bytes of the host tier.")] = "32MiB",
     disk: Annotated[str, typer.Option(help="Bytes of the disk tier.")] = "1GiB",
     directory: Annotated[
         Path | None,
