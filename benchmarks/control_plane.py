@@ -29,10 +29,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tierkv.index import PrefixIndex
-from tierkv.keys import KeyChain
-from tierkv.match import match
-from tierkv.spec import CacheSpec, GroupKind, LayerGroup, kv_components
+from tierkv.control_plane.index import PrefixIndex
+from tierkv.control_plane.match import match
+from tierkv.identity.keys import KeyChain
+from tierkv.identity.spec import CacheSpec, GroupKind, LayerGroup, kv_components
 from tierkv.tiers import Tier
 
 PAGE_TOKENS, NEW_TOKENS = 16, 10

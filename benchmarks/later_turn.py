@@ -151,7 +151,7 @@ def read_disk(directory: Path, size: int) -> float:
 
     slab = sorted((directory / "store" / "slabs").iterdir())[0]
     buffer = mmap.mmap(-1, 4 << 20)
-    memoryview(buffer)[:: 4096] = bytes(len(range(0, 4 << 20, 4096)))
+    memoryview(buffer)[::4096] = bytes(len(range(0, 4 << 20, 4096)))
     descriptor = os.open(slab, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
     try:
         start, at, left = time.perf_counter(), 0, size

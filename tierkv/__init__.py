@@ -30,9 +30,9 @@ if TYPE_CHECKING:
         TierKVError,
         UnsupportedError,
     )
-    from tierkv.keys import Namespace
+    from tierkv.identity.keys import Namespace
+    from tierkv.identity.spec import CacheSpec, Component, GroupKind, LayerGroup
     from tierkv.sequence import Sequence
-    from tierkv.spec import CacheSpec, Component, GroupKind, LayerGroup
     from tierkv.stats import CommitReport, FlushReport, Found, StoreStats, TierStats
     from tierkv.store import Store
     from tierkv.tiers import Tier
@@ -58,9 +58,9 @@ _HOMES = {
         "TierKVError",
         "UnsupportedError",
     ),
-    "tierkv.keys": ("Namespace",),
+    "tierkv.identity.keys": ("Namespace",),
     "tierkv.sequence": ("Sequence",),
-    "tierkv.spec": ("CacheSpec", "Component", "GroupKind", "LayerGroup"),
+    "tierkv.identity.spec": ("CacheSpec", "Component", "GroupKind", "LayerGroup"),
     "tierkv.stats": ("CommitReport", "FlushReport", "Found", "StoreStats", "TierStats"),
     "tierkv.store": ("Store",),
     "tierkv.tiers": ("Tier",),

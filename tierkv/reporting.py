@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierkv.identity.spec import ALIGNMENT
 from tierkv.live import LIVE_NAME, PAGE_DTYPE, LiveFile
-from tierkv.spec import ALIGNMENT
 from tierkv.stats import StoreStats, TierStats
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
-    from tierkv.core import Core
-    from tierkv.hints import Hints
+    from tierkv.control_plane.hints import Hints
+    from tierkv.data_plane.core import Core
 
 _LIST_INTERVAL_S = 1.0
 _TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)

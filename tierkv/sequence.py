@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tierkv.committing import Committer
+from tierkv.data_plane.committing import Committer
+from tierkv.data_plane.flushing import write_pages
+from tierkv.data_plane.gate import LayerGate
 from tierkv.devices.base import CopyOp, DeviceError
 from tierkv.errors import (
     InvalidInputError,
@@ -17,20 +19,18 @@ from tierkv.errors import (
     SequenceTooLongError,
     StoreClosedError,
 )
-from tierkv.flushing import write_pages
-from tierkv.gate import LayerGate
-from tierkv.keys import as_tokens
-from tierkv.spec import GroupKind
+from tierkv.identity.keys import as_tokens
+from tierkv.identity.spec import GroupKind
 from tierkv.stats import CommitReport, Found
 from tierkv.tiers import Tier
 from tierkv.units import format_bytes
 
 if TYPE_CHECKING:
-    from tierkv.core import Core
-    from tierkv.keys import KeyChain, TokenArray
-    from tierkv.loading import Loaded, Loader
-    from tierkv.spec import CacheSpec
-    from tierkv.transfer import Transfers
+    from tierkv.data_plane.core import Core
+    from tierkv.data_plane.loading import Loaded, Loader
+    from tierkv.data_plane.transfer import Transfers
+    from tierkv.identity.keys import KeyChain, TokenArray
+    from tierkv.identity.spec import CacheSpec
 
 
 class Sequence:

@@ -12,22 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tierkv.control_plane.hints import Hints
+from tierkv.control_plane.match import match
+from tierkv.data_plane.flushing import flush
+from tierkv.data_plane.loading import Loader
+from tierkv.data_plane.opening import Options, open_core
+from tierkv.data_plane.transfer import Transfers
 from tierkv.errors import ForkError, InvalidInputError, StoreClosedError
-from tierkv.flushing import flush
-from tierkv.hints import Hints
-from tierkv.keys import Extras, KeyChain, Namespace, as_tokens
-from tierkv.loading import Loader
-from tierkv.match import match
-from tierkv.opening import Options, open_core
+from tierkv.identity.keys import Extras, KeyChain, Namespace, as_tokens
 from tierkv.reporting import Reporter
 from tierkv.sequence import Sequence, check_fits
 from tierkv.tiers import Tier
-from tierkv.transfer import Transfers
 
 if TYPE_CHECKING:
-    from tierkv.core import Core
-    from tierkv.planner import Rows
-    from tierkv.spec import CacheSpec
+    from tierkv.control_plane.planner import Rows
+    from tierkv.data_plane.core import Core
+    from tierkv.identity.spec import CacheSpec
     from tierkv.stats import FlushReport, StoreStats
 
 log = logging.getLogger(__name__)

@@ -6,10 +6,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_model import NO_PARENT, enter, evict, find, insert_named, keys_of, name_key, parent_name
 
+from tierkv.control_plane.index import PAGE_TAIL, UNKNOWN_GROUP, PrefixIndex
+from tierkv.control_plane.policies import EvictionClass
 from tierkv.errors import InvalidInputError
-from tierkv.index import PAGE_TAIL, UNKNOWN_GROUP, PrefixIndex
-from tierkv.keys import key_array
-from tierkv.policies import EvictionClass
+from tierkv.identity.keys import key_array
 from tierkv.tiers import Tier
 
 DEVICE, HOST, DISK = Tier.DEVICE, Tier.HOST, Tier.DISK

@@ -6,10 +6,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from index_model import IndexModel, insert_named, name_key
 
-from tierkv.index import PrefixIndex
-from tierkv.keys import key_array
-from tierkv.policies import EvictionClass
-from tierkv.slots import SlotAllocator
+from tierkv.control_plane.index import PrefixIndex
+from tierkv.control_plane.policies import EvictionClass
+from tierkv.control_plane.slots import SlotAllocator
+from tierkv.identity.keys import key_array
 from tierkv.tiers import Tier
 
 NAMES = [

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierkv.index import PAGE_TAIL, PrefixIndex
-from tierkv.keys import KeyChain, key_array
-from tierkv.match import match
-from tierkv.spec import CacheSpec, Component, GroupKind, LayerGroup, kv_components
+from tierkv.control_plane.index import PAGE_TAIL, PrefixIndex
+from tierkv.control_plane.match import match
+from tierkv.identity.keys import KeyChain, key_array
+from tierkv.identity.spec import CacheSpec, Component, GroupKind, LayerGroup, kv_components
 from tierkv.tiers import Tier
 
 

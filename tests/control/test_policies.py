@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from index_model import insert_named, name_key, parent_name
 
+from tierkv.control_plane.index import PrefixIndex
+from tierkv.control_plane.policies import LRU, PRIORITY_BITS, AgeingFrequency, make_policy
 from tierkv.errors import InvalidInputError
-from tierkv.index import PrefixIndex
-from tierkv.keys import key_array
-from tierkv.policies import LRU, PRIORITY_BITS, AgeingFrequency, make_policy
+from tierkv.identity.keys import key_array
 from tierkv.tiers import Tier
 
 

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierkv._queue import EvictionQueue
+from tierkv.control_plane._queue import EvictionQueue
 
 
 @settings(deadline=None, max_examples=100)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tierkv.control_plane.slots import SlotAllocator
 from tierkv.errors import InvalidInputError
-from tierkv.slots import SlotAllocator
 
 
 def runs(slots):

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tierkv._table import KeyTable, same_keys
+from tierkv.control_plane._table import KeyTable, same_keys
 
 
 class Twin:

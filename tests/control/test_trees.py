@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from index_model import enter, evict, find, insert_named, keys_of, name_key
 
-from tierkv.index import PAGE_TAIL, PrefixIndex
-from tierkv.keys import key_array
+from tierkv.control_plane.index import PAGE_TAIL, PrefixIndex
+from tierkv.identity.keys import key_array
 from tierkv.tiers import Tier
 
 DEVICE, HOST = Tier.DEVICE, Tier.HOST

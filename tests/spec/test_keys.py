@@ -9,7 +9,7 @@ import torch
 from toy_model import FULL, LATENT, MIXED
 
 from tierkv import InvalidInputError, Namespace
-from tierkv.keys import KeyChain, as_tokens
+from tierkv.identity.keys import KeyChain, as_tokens
 
 BASE = {"weights": "w", "adapter": "", "salt": "", "tp_rank": 0, "tp_size": 1}
 
@@ -58,8 +58,8 @@ def test_a_model_without_an_identity_is_refused():
 
 SCRIPT = """
 from tierkv import CacheSpec, GroupKind, LayerGroup, Namespace
-from tierkv.spec import kv_components
-from tierkv.keys import KeyChain, as_tokens
+from tierkv.identity.spec import kv_components
+from tierkv.identity.keys import KeyChain, as_tokens
 group = LayerGroup(name="full", kind=GroupKind.FULL, layers=(0, 1), dtype="float32",
                    components=kv_components(2, 32), page_tokens=4)
 namespace = Namespace.build(CacheSpec(groups=(group,)), weights="w", salt="s")

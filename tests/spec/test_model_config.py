@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from tierkv.errors import SpecError
-from tierkv.keys import Namespace
-from tierkv.spec import CacheSpec, GroupKind
+from tierkv.identity.keys import Namespace
+from tierkv.identity.spec import CacheSpec, GroupKind
 
 
 def config(**fields: Any) -> SimpleNamespace:

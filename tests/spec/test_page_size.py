@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tierkv.errors import SpecError
-from tierkv.page_size import (
+from tierkv.identity.page_size import (
     MAX_PAGE_BYTES,
     MIN_PAGE_BYTES,
     GroupSize,

@@ -4,7 +4,7 @@ import pytest
 from toy_model import FULL, LATENT, MIXED, full_group, latent_group, sliding_group
 
 from tierkv import CacheSpec, Component, GroupKind, LayerGroup, SpecError
-from tierkv.spec import kv_components
+from tierkv.identity.spec import kv_components
 
 
 def snapshot_group(page_tokens=64):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tierkv.errors import InvalidInputError
-from tierkv.weights import files_digest, weights_digest
+from tierkv.identity.weights import files_digest, weights_digest
 
 
 class Tiny(torch.nn.Module):
@@ -123,12 +123,14 @@ def test_a_remembered_digest_is_used_and_a_lost_memo_costs_nothing_but_time(
 ) -> None:
     memo = tmp_path / "memo.json"
     # Times far ahead of the files: they count as settled, so that they are remembered.
-    monkeypatch.setattr("tierkv.weights._SETTLED_S", -1e9)
+    monkeypatch.setattr("tierkv.identity.weights._SETTLED_S", -1e9)
     before = files_digest(folder, cache=memo)
     assert memo.exists()
     read = []
-    hash_file = __import__("tierkv.weights", fromlist=["_hash_file"])._hash_file
-    monkeypatch.setattr("tierkv.weights._hash_file", lambda f: read.append(f) or hash_file(f))
+    hash_file = __import__("tierkv.identity.weights", fromlist=["_hash_file"])._hash_file
+    monkeypatch.setattr(
+        "tierkv.identity.weights._hash_file", lambda f: read.append(f) or hash_file(f)
+    )
     assert files_digest(folder, cache=memo) == before
     assert not read
     memo.write_text("not json")

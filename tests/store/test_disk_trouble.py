@@ -14,7 +14,9 @@ from tierkv.storage.testing import FaultyBackend, Gate
 def disk(monkeypatch):
     """The backend of every SSD tier opened in the test."""
     backend = FaultyBackend()
-    monkeypatch.setattr("tierkv.opening.SsdTier.open", partial(SsdTier.open, backend=backend))
+    monkeypatch.setattr(
+        "tierkv.data_plane.opening.SsdTier.open", partial(SsdTier.open, backend=backend)
+    )
     return backend
 
 

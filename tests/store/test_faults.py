@@ -18,7 +18,7 @@ from tierkv import (
     StoreLockedError,
     UnsupportedError,
 )
-from tierkv.spec import CacheSpec, GroupKind, LayerGroup, kv_components
+from tierkv.identity.spec import CacheSpec, GroupKind, LayerGroup, kv_components
 
 
 def leave_on_disk(open_store, path, tokens, spec=FULL):

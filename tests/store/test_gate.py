@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from toy_model import FULL, LATENT, MIXED, SLIDING, full_group, sliding_group
 
 from tierkv import CapacityError, InvalidInputError, StoreClosedError
+from tierkv.control_plane.table import GroupTable, Run
+from tierkv.data_plane.gate import LayerGate
+from tierkv.data_plane.pool import DevicePool
 from tierkv.devices import open_device
 from tierkv.devices.base import CopyOp, DeviceError
 from tierkv.devices.cpu import CpuDevice
-from tierkv.gate import LayerGate
-from tierkv.pool import DevicePool
-from tierkv.table import GroupTable, Run
 
 SPECS = {"full": FULL, "latent": LATENT, "mixed": MIXED, "sliding": SLIDING}
 

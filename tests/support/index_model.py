@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tierkv.keys import KEY_BYTES, key_array
-from tierkv.policies import EvictionClass
+from tierkv.control_plane.policies import EvictionClass
+from tierkv.identity.keys import KEY_BYTES, key_array
 from tierkv.tiers import Tier
 
 NO_PARENT = bytes(KEY_BYTES)

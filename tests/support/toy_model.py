@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tierkv import CacheSpec, Component, GroupKind, LayerGroup, Namespace
-from tierkv.spec import kv_components
+from tierkv.identity.spec import kv_components
 
 
 def full_group(name="full", layers=(0, 1), *, page_tokens=4, heads=2, dim=32, dtype="float32"):

@@ -13,9 +13,9 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 from tierkv.errors import PoolExhaustedError  # noqa: E402
+from tierkv.identity.spec import CacheSpec  # noqa: E402
 from tierkv.integrations.models import PACKAGED, load_model  # noqa: E402
 from tierkv.integrations.transformers import TierKV  # noqa: E402
-from tierkv.spec import CacheSpec  # noqa: E402
 
 TINY = {
     "vocab_size": 97,

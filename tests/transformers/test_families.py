@@ -9,8 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from tierkv.identity.model_config import SUPPORTED_MODEL_TYPES  # noqa: E402
 from tierkv.integrations.transformers import TierKV  # noqa: E402
-from tierkv.model_config import SUPPORTED_MODEL_TYPES  # noqa: E402
 
 WINDOW, PAGE = 8, 4
 # Turns end one token, a page, a window and a page and window in, and one to each side.

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tierkv.errors import InvalidInputError
-from tierkv.user_cache import user_cache_dir
-from tierkv.weights import files_digest
+from tierkv.identity.user_cache import user_cache_dir
+from tierkv.identity.weights import files_digest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

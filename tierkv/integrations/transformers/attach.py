@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from tierkv.errors import InvalidInputError, NamespaceMismatchError, SpecError, StoreClosedError
+from tierkv.identity.keys import as_tokens
+from tierkv.identity.spec import CacheSpec
+from tierkv.identity.weights import tensor_versions
 from tierkv.integrations.transformers.cache import TierKVCache
 from tierkv.integrations.transformers.guard import ForwardGuard
 from tierkv.integrations.transformers.identity import (
@@ -20,10 +23,7 @@ from tierkv.integrations.transformers.identity import (
 )
 from tierkv.integrations.transformers.self_check import check_model
 from tierkv.integrations.transformers.versions import cache_keyword
-from tierkv.keys import as_tokens
-from tierkv.spec import CacheSpec
 from tierkv.store import Store
-from tierkv.weights import tensor_versions
 
 if TYPE_CHECKING:
     from tierkv.sequence import Sequence

@@ -14,9 +14,9 @@ from tierkv.integrations.transformers.refusals import ASSISTED, COPY, RESET
 from tierkv.integrations.transformers.step import StepRecord
 
 if TYPE_CHECKING:
-    from tierkv.keys import TokenArray
+    from tierkv.identity.keys import TokenArray
+    from tierkv.identity.spec import CacheSpec
     from tierkv.sequence import Sequence
-    from tierkv.spec import CacheSpec
     from tierkv.stats import CommitReport, Found
 
 

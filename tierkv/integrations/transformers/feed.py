@@ -8,7 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from tierkv.errors import InvalidInputError
-from tierkv.keys import TokenArray
+from tierkv.identity.keys import TokenArray
 
 
 class Feed:

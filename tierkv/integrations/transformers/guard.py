@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from tierkv.errors import InvalidInputError, UnsupportedError
+from tierkv.identity.keys import TokenArray, as_tokens
 from tierkv.integrations.transformers.cache import TierKVCache
 from tierkv.integrations.transformers.refusals import (
     BATCH,
@@ -24,7 +25,6 @@ from tierkv.integrations.transformers.refusals import (
     PADDING,
     TRAINING,
 )
-from tierkv.keys import TokenArray, as_tokens
 
 if TYPE_CHECKING:
     from torch import Tensor

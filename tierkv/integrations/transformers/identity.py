@@ -12,14 +12,14 @@ import json
 from typing import Any
 
 from tierkv.errors import UnsupportedError
+from tierkv.identity.keys import Namespace
+from tierkv.identity.spec import CacheSpec
+from tierkv.identity.weights import weights_digest
 from tierkv.integrations.transformers.refusals import (
     ADAPTER,
     PROMPT_LEARNING,
     SEVERAL_DEVICES,
 )
-from tierkv.keys import Namespace
-from tierkv.spec import CacheSpec
-from tierkv.weights import weights_digest
 
 # Settings that change neither K nor V of any token.
 _IRRELEVANT = frozenset(

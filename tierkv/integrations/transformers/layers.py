@@ -23,9 +23,9 @@ from tierkv.integrations.transformers.refusals import (
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tierkv.identity.spec import LayerGroup
     from tierkv.integrations.transformers.step import StepRecord
     from tierkv.sequence import Sequence
-    from tierkv.spec import LayerGroup
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]

@@ -16,12 +16,12 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from tierkv.errors import TierKVError, UnsupportedError
+from tierkv.identity.keys import Namespace, as_tokens
+from tierkv.identity.spec import CacheSpec
 from tierkv.integrations.transformers.cache import TierKVCache
 from tierkv.integrations.transformers.guard import ForwardGuard
 from tierkv.integrations.transformers.identity import inner_model
 from tierkv.integrations.transformers.versions import cache_keyword
-from tierkv.keys import Namespace, as_tokens
-from tierkv.spec import CacheSpec
 from tierkv.store import Store
 
 if TYPE_CHECKING:

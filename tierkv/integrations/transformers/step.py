@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from tierkv.identity.keys import TokenArray
     from tierkv.integrations.transformers.layers import PagedLayer
-    from tierkv.keys import TokenArray
 
 
 class StepRecord:

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from tierkv.keys import key_array
+from tierkv.identity.keys import key_array
 from tierkv.storage.format import PageInfo
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tierkv.control_plane.index import PrefixIndex
+    from tierkv.control_plane.planner import Planner, Rows
+    from tierkv.data_plane.pool import DevicePool
     from tierkv.devices.base import Device
-    from tierkv.index import PrefixIndex
-    from tierkv.keys import Namespace
-    from tierkv.planner import Planner, Rows
-    from tierkv.pool import DevicePool
-    from tierkv.spec import CacheSpec
+    from tierkv.identity.keys import Namespace
+    from tierkv.identity.spec import CacheSpec
     from tierkv.stats import Counters
     from tierkv.storage.arena import HostArena
     from tierkv.storage.ssd import SsdTier

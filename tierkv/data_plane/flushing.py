@@ -10,10 +10,10 @@ from tierkv.stats import FlushReport
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
-    from tierkv.core import Core
-    from tierkv.planner import Rows
+    from tierkv.control_plane.planner import Rows
+    from tierkv.data_plane.core import Core
+    from tierkv.data_plane.transfer import Transfers
     from tierkv.storage.ssd import WriteTicket
-    from tierkv.transfer import Transfers
 
 
 def flush(core: Core, transfers: Transfers) -> FlushReport:

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv.slots import SlotAllocator
+from tierkv.control_plane.slots import SlotAllocator
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
-    from tierkv.index import PrefixIndex
+    from tierkv.control_plane.index import PrefixIndex
 
 Rows = NDArray[np.int32]
 MEMORY_TIERS = (Tier.DEVICE, Tier.HOST)

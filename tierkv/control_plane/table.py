@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from tierkv.spec import GroupKind, LayerGroup
+from tierkv.identity.spec import GroupKind, LayerGroup
 
 NO_SLOT = -1
 PRIVATE = -1

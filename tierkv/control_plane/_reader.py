@@ -7,8 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv._columns import PUBLIC_FLAGS, Columns, RowAllocator, Rows, RowsLike, as_rows
-from tierkv.keys import KEY_BYTES, KeyArray
+from tierkv.control_plane._columns import (
+    PUBLIC_FLAGS,
+    Columns,
+    RowAllocator,
+    Rows,
+    RowsLike,
+    as_rows,
+)
+from tierkv.identity.keys import KEY_BYTES, KeyArray
 from tierkv.tiers import Tier
 
 

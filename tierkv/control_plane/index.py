@@ -30,15 +30,15 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv._check import check_index
-from tierkv._columns import PAGE_TAIL, UNKNOWN_GROUP, Columns, Rows, RowsLike, as_rows
-from tierkv._forest import Forest
-from tierkv._ranking import Ranking
-from tierkv._reader import PageReader
-from tierkv._table import KEY_WORDS, Words
+from tierkv.control_plane._check import check_index
+from tierkv.control_plane._columns import PAGE_TAIL, UNKNOWN_GROUP, Columns, Rows, RowsLike, as_rows
+from tierkv.control_plane._forest import Forest
+from tierkv.control_plane._ranking import Ranking
+from tierkv.control_plane._reader import PageReader
+from tierkv.control_plane._table import KEY_WORDS, Words
+from tierkv.control_plane.policies import LRU, EvictionClass, Policy
 from tierkv.errors import InvalidInputError
-from tierkv.keys import KeyArray
-from tierkv.policies import LRU, EvictionClass, Policy
+from tierkv.identity.keys import KeyArray
 from tierkv.tiers import Tier
 
 ANYWHERE = sum(1 << tier for tier in Tier)  # every tier, as bits

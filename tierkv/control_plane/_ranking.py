@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv._columns import Columns
-from tierkv._queue import EvictionQueue
-from tierkv.policies import PRIORITY_BITS, EvictionClass, Policy
+from tierkv.control_plane._columns import Columns
+from tierkv.control_plane._queue import EvictionQueue
+from tierkv.control_plane.policies import PRIORITY_BITS, EvictionClass, Policy
 from tierkv.tiers import Tier
 
 # Marks of a row: bit 1 << tier while it is queued there, and whether its class is DEAD.

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierkv.keys import key_array
+from tierkv.control_plane.table import PRIVATE
+from tierkv.identity.keys import key_array
 from tierkv.stats import CommitReport
 from tierkv.storage.format import PAGE_TAIL
-from tierkv.table import PRIVATE
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
-    from tierkv.core import Core
-    from tierkv.keys import KeyChain, TokenArray
-    from tierkv.loading import Loaded
+    from tierkv.data_plane.core import Core
+    from tierkv.data_plane.loading import Loaded
+    from tierkv.identity.keys import KeyChain, TokenArray
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tierkv.errors import InvalidInputError
-from tierkv.spec import CacheSpec
+from tierkv.identity.spec import CacheSpec
 
 KEY_BYTES = 32
 _MAX_TOKEN = 2**32 - 1

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierkv.core import Core
+from tierkv.control_plane.index import PrefixIndex
+from tierkv.control_plane.planner import Planner
+from tierkv.control_plane.policies import make_policy
+from tierkv.data_plane.core import Core
+from tierkv.data_plane.pool import DevicePool
 from tierkv.devices import open_device
 from tierkv.errors import (
     CapacityError,
@@ -20,12 +24,8 @@ from tierkv.errors import (
     NamespaceMismatchError,
     UnsupportedError,
 )
-from tierkv.index import PrefixIndex
-from tierkv.keys import key_array
-from tierkv.planner import Planner
-from tierkv.policies import make_policy
-from tierkv.pool import DevicePool
-from tierkv.spec import CacheSpec, GroupKind
+from tierkv.identity.keys import key_array
+from tierkv.identity.spec import CacheSpec, GroupKind
 from tierkv.stats import Counters
 from tierkv.storage.arena import HostArena
 from tierkv.storage.ssd import SsdTier
@@ -33,7 +33,7 @@ from tierkv.tiers import Tier
 from tierkv.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from tierkv.keys import Namespace
+    from tierkv.identity.keys import Namespace
 
 log = logging.getLogger(__name__)
 _MIN_HOST_PAGES = 8  # transfers between device and disk pass through host memory
@@ -177,6 +177,7 @@ def _boundary_tokens(spec: CacheSpec, boundary_pages: int) -> int:
 def _read_index(disk: SsdTier, index: PrefixIndex) -> None:
     """Enter every page on disk, of whatever namespace: all of them share the room."""
     records = disk.pages()
+    usage: list[np.ndarray[tuple[int, int], np.dtype[np.int64]]] = []
     while batch := list(islice(records, _READ_AT_ONCE)):
         infos = [info for info, _, _ in batch]
         rows = index.insert(
@@ -189,8 +190,8 @@ def _read_index(disk: SsdTier, index: PrefixIndex) -> None:
         )
         there = rows >= 0
         index.set_resident(rows[there], Tier.DISK)
-        index.restore_usage(
-            rows[there],
-            hits=np.asarray([hits for _, hits, _ in batch], np.int64)[there],
-            used_s=np.asarray([used for _, _, used in batch], np.int64)[there],
-        )
+        used = np.asarray([(hits, used_s) for _, hits, used_s in batch], np.int64)
+        usage.append(np.column_stack([rows, used])[there])
+    if usage:  # in one call: it orders all pages by their last use
+        rows, hits, used_s = np.concatenate(usage).T
+        index.restore_usage(rows, hits=hits, used_s=used_s)

@@ -16,8 +16,8 @@ from tierkv.storage.types import PageWrite, WriteStatus
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
-    from tierkv.core import Core
-    from tierkv.planner import Rows, Victims
+    from tierkv.control_plane.planner import Rows, Victims
+    from tierkv.data_plane.core import Core
     from tierkv.storage.tickets import WriteTicket
 
 _WRITTEN = (WriteStatus.WRITTEN, WriteStatus.DUPLICATE)

@@ -7,7 +7,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv._columns import (
+from tierkv.control_plane._columns import (
     BRANCH,
     LISTED,
     PAGE_TAIL,
@@ -18,10 +18,10 @@ from tierkv._columns import (
     RowAllocator,
     Rows,
 )
-from tierkv._ranking import Ranking
-from tierkv._table import KeyTable, Words, same_keys
-from tierkv._tails import TailLists
-from tierkv.policies import EvictionClass
+from tierkv.control_plane._ranking import Ranking
+from tierkv.control_plane._table import KeyTable, Words, same_keys
+from tierkv.control_plane._tails import TailLists
+from tierkv.control_plane.policies import EvictionClass
 from tierkv.tiers import Tier
 
 Column: TypeAlias = NDArray[np.integer]

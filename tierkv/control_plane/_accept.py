@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv.spec import GroupKind, LayerGroup
+from tierkv.identity.spec import GroupKind, LayerGroup
 
 Rows = NDArray[np.int32]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tierkv.errors import SpecError
-from tierkv.spec import ALIGNMENT
+from tierkv.identity.spec import ALIGNMENT
 
 MIN_PAGE_BYTES = 1 << 20
 MAX_PAGE_BYTES = 4 << 20

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tierkv.errors import InvalidInputError
-from tierkv.user_cache import user_cache_dir
+from tierkv.identity.user_cache import user_cache_dir
 
 if TYPE_CHECKING:
     import torch

@@ -13,21 +13,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierkv.claims import Claims
+from tierkv.control_plane.match import Match, match
+from tierkv.control_plane.table import PRIVATE, GroupTable
+from tierkv.data_plane.claims import Claims
+from tierkv.data_plane.fetching import Fetcher, FetchOutcome
 from tierkv.devices.base import CopyOp, DeviceError
 from tierkv.errors import PoolExhaustedError
-from tierkv.fetching import Fetcher, FetchOutcome
-from tierkv.match import Match, match
 from tierkv.stats import Found
 from tierkv.storage.format import PAGE_TAIL
-from tierkv.table import PRIVATE, GroupTable
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
-    from tierkv.core import Core
+    from tierkv.data_plane.core import Core
+    from tierkv.data_plane.transfer import Transfers
     from tierkv.devices.base import Event
-    from tierkv.keys import KeyChain, TokenArray
-    from tierkv.transfer import Transfers
+    from tierkv.identity.keys import KeyChain, TokenArray
 
 _IN_MEMORY = 1 << Tier.DEVICE | 1 << Tier.HOST
 _ANYWHERE = _IN_MEMORY | 1 << Tier.DISK | 1 << Tier.REMOTE

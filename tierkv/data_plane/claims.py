@@ -10,7 +10,7 @@ import numpy as np
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
-    from tierkv.core import Core
+    from tierkv.data_plane.core import Core
 
 
 class Claims:

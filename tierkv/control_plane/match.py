@@ -18,10 +18,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv._accept import Acceptor, make_acceptor
-from tierkv.index import ANYWHERE, PrefixIndex
-from tierkv.keys import KeyChain, TokenArray, key_array
-from tierkv.spec import CacheSpec
+from tierkv.control_plane._accept import Acceptor, make_acceptor
+from tierkv.control_plane.index import ANYWHERE, PrefixIndex
+from tierkv.identity.keys import KeyChain, TokenArray, key_array
+from tierkv.identity.spec import CacheSpec
 
 # Turn ends tried, the farthest first; each costs one hash a group.
 MAX_ENDS = 256

@@ -1,4 +1,4 @@
-"""From a Transformers config to a :class:`~tierkv.spec.CacheSpec`.
+"""From a Transformers config to a :class:`~tierkv.identity.spec.CacheSpec`.
 
 Only attributes of the config are read: neither torch nor transformers is imported.
 """
@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from tierkv.errors import SpecError
-from tierkv.page_size import GroupSize, choose_page_tokens, override_page_tokens
-from tierkv.rope_identity import rope_identity
-from tierkv.spec import DTYPE_BYTES, CacheSpec, GroupKind, LayerGroup, kv_components
+from tierkv.identity.page_size import GroupSize, choose_page_tokens, override_page_tokens
+from tierkv.identity.rope_identity import rope_identity
+from tierkv.identity.spec import DTYPE_BYTES, CacheSpec, GroupKind, LayerGroup, kv_components
 
 # Decoders whose layers cache K after the position encoding and V, one pair a KV head, and
 # nothing else.  A family joins when its tiny model passes the tests of the integration.

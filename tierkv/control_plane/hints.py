@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierkv.control_plane.policies import EvictionClass
 from tierkv.errors import InvalidInputError, PinError
-from tierkv.keys import key_array
-from tierkv.policies import EvictionClass
+from tierkv.identity.keys import key_array
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
-    from tierkv.planner import Planner, Rows
+    from tierkv.control_plane.planner import Planner, Rows
 
 _PIN_QUOTA = 0.5  # of a memory tier's pages; the rest must stay evictable
 

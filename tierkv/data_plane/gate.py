@@ -17,10 +17,10 @@ from tierkv.errors import InvalidInputError, StoreClosedError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from tierkv.control_plane.table import GroupTable
+    from tierkv.data_plane.pool import DevicePool
     from tierkv.devices.base import Device, Event
-    from tierkv.pool import DevicePool
-    from tierkv.spec import LayerGroup
-    from tierkv.table import GroupTable
+    from tierkv.identity.spec import LayerGroup
 
 
 class LayerView:

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv._table import KEY_WORDS
+from tierkv.control_plane._table import KEY_WORDS
 from tierkv.tiers import Tier
 
 Rows: TypeAlias = NDArray[np.int32]

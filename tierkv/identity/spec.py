@@ -217,7 +217,7 @@ class CacheSpec:
         Raises:
             SpecError: an architecture or position encoding that is not supported.
         """
-        from tierkv.model_config import spec_from_config
+        from tierkv.identity.model_config import spec_from_config
 
         return spec_from_config(config, dtype=dtype, page_tokens=page_tokens)
 

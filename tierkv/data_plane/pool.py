@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tierkv.devices.base import Device
-    from tierkv.spec import CacheSpec
+    from tierkv.identity.spec import CacheSpec
 
 
 class DevicePool:

@@ -11,9 +11,9 @@ from tierkv.storage.types import ReadStatus
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
-    from tierkv.claims import Claims
-    from tierkv.core import Core
-    from tierkv.transfer import Transfers
+    from tierkv.data_plane.claims import Claims
+    from tierkv.data_plane.core import Core
+    from tierkv.data_plane.transfer import Transfers
 
 
 class FetchOutcome(Enum):

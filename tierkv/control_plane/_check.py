@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from tierkv._columns import BRANCH, LISTED, PAGE_TAIL, UNKNOWN_GROUP, Columns
-from tierkv._forest import Forest
-from tierkv._ranking import Ranking
+from tierkv.control_plane._columns import BRANCH, LISTED, PAGE_TAIL, UNKNOWN_GROUP, Columns
+from tierkv.control_plane._forest import Forest
+from tierkv.control_plane._ranking import Ranking
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
-    from tierkv.index import IndexStats
+    from tierkv.control_plane.index import IndexStats
 
 
 def check_index(columns: Columns, forest: Forest, ranking: Ranking, stats: IndexStats) -> None:

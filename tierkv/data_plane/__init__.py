@@ -1,0 +1,1 @@
+"""Moves pages between tiers and into sequences; decides nothing."""
