@@ -17,7 +17,7 @@ def demo(
     turns: Annotated[int, typer.Option(min=1, help="Turns of each conversation.")] = 3,
     doc_tokens: Annotated[
         int, typer.Option(min=1, help="Tokens of the document each conversation starts with.")
-    ] = 1024,
+    ] = 768,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated in a turn.")] = 8,
     device: Annotated[str, typer.Option(help="Bytes of the device tier.")] = "56MiB",
     host: Annotated[str, typer.Option(help="Bytes of the host tier.")] = "32MiB",
