@@ -23,6 +23,7 @@ from tierkv.storage.slotio import SlotIO
 
 GROUP_BYTES = 32 << 20
 COMMIT_RECORDS = 256
+EXTRA_THREADS = 1  # beyond the I/O depth: one hashes while the others transfer
 RUN_BYTES = 1 << 20  # small pages for adjacent slots are written in one call up to this
 
 

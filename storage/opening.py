@@ -88,7 +88,7 @@ def _open_locked(
     write = not config.read_only
     meta = _meta(layout, backend, write)
     files = SlabFiles(layout, meta, backend, write=write, direct=config.direct)
-    slot_io = SlotIO(files, backend, make_codec(config.codec))
+    slot_io = SlotIO(files, backend, make_codec(config.codec), config.io_threads)
     started = clock.monotonic()
     index: LmdbIndex | MemoryIndex | None = None
     try:

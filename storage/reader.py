@@ -6,13 +6,14 @@ import errno
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from tierkv.storage.aligned import ByteArray
-from tierkv.storage.core import RUN_BYTES, Core
+from tierkv.storage.core import EXTRA_THREADS, RUN_BYTES, Core
 from tierkv.storage.slotio import MAX_RUN, Fault, SlotRead, Wanted, follows
 from tierkv.storage.tickets import ReadTicket
 from tierkv.storage.types import ReadStatus
-from tierkv.storage.workers import WorkerPool
+from tierkv.storage.workers import Turns, WorkerPool
 from tierkv.storage.writer import Writer
 
 QUARANTINE_AFTER = 3
@@ -58,7 +59,8 @@ class Reader:
         self._failures: Counter[bytes] = Counter()
         self._in_flight = 0
         self._closed = False
-        self._pool = WorkerPool("read", core.config.io_threads, core.counters)
+        self._turns = Turns(core.config.io_threads)
+        self._pool = WorkerPool("read", core.config.io_threads + EXTRA_THREADS, core.counters)
 
     @property
     def core(self) -> Core:
@@ -154,31 +156,37 @@ class Reader:
 
     # -- read threads --------------------------------------------------------------------
 
-    def read_run(self, run: Sequence[Wanted]) -> list[ReadStatus]:
+    def read_run(self, run: Sequence[Wanted], ticket: ReadTicket) -> list[ReadStatus]:
         """Read pinned pages that lie behind each other; what fails is read again, alone."""
         core = self._core
+        turn = _Turn(self._turns, ticket)
         results: Sequence[SlotRead | None] = [None] * len(run)
         if len(run) > 1:
+            slab = core.catalog.slab(run[0].location.slab)
             try:
-                results = core.slot_io.read_run(core.catalog.slab(run[0].location.slab), run)
+                results = core.slot_io.read_run(slab, run, turn)
+            except _NobodyWaitsError:
+                return [ReadStatus.TIMEOUT] * len(run)
             except (OSError, MemoryError):
                 core.counters.add("retry_reads", len(run))
         return [
-            self._read_page(wanted) if result is None else self._served(wanted, result)
+            self._read_page(wanted, turn) if result is None else self._served(wanted, result)
             for wanted, result in zip(run, results, strict=True)
         ]
 
-    def _read_page(self, wanted: Wanted) -> ReadStatus:
+    def _read_page(self, wanted: Wanted, turn: _Turn) -> ReadStatus:
         core = self._core
         try:
             slab = core.catalog.slab(wanted.location.slab)
             try:
-                result = core.slot_io.read(slab, wanted)
+                result = core.slot_io.read(slab, wanted, turn)
             except OSError as error:
                 if error.errno != errno.EIO:
                     raise
                 core.counters.add("retry_reads")
-                result = core.slot_io.read(slab, wanted)
+                result = core.slot_io.read(slab, wanted, turn)
+        except _NobodyWaitsError:
+            return ReadStatus.TIMEOUT
         except (OSError, MemoryError) as error:
             return self._on_error(wanted, error)
         return self._served(wanted, result)
@@ -244,6 +252,27 @@ def _do_nothing() -> None:
     """A short deadline of the caller's says nothing about the device."""
 
 
+class _NobodyWaitsError(Exception):
+    """The waiter gave up before the transfer began."""
+
+
+class _Turn(AbstractContextManager[None]):
+    """A turn at the device, unless nobody waits any more once it comes."""
+
+    def __init__(self, turns: Turns, ticket: ReadTicket) -> None:
+        self._turns = turns
+        self._ticket = ticket
+
+    def __enter__(self) -> None:
+        self._turns.__enter__()
+        if self._ticket.expired:
+            self._turns.__exit__()
+            raise _NobodyWaitsError
+
+    def __exit__(self, *error: object) -> None:
+        self._turns.__exit__()
+
+
 class ReadJob:
     """Some pages of one ticket, pinned until done, for one read thread."""
 
@@ -265,7 +294,8 @@ class ReadJob:
                 statuses = [ReadStatus.TIMEOUT] * count
             else:
                 statuses = self._reader.read_run(
-                    [wanted for _, wanted in self.pages[self._left : self._left + count]]
+                    [wanted for _, wanted in self.pages[self._left : self._left + count]],
+                    self._ticket,
                 )
             for status in statuses:
                 self._end(status)

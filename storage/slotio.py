@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from enum import StrEnum
 from typing import NamedTuple
 
@@ -32,6 +33,10 @@ from tierkv.storage.format import (
 from tierkv.storage.layout import SlabMeta
 from tierkv.storage.slabs import SlabFiles
 from tierkv.storage.types import PageWrite
+from tierkv.storage.workers import Turns
+
+Turn = AbstractContextManager[None]
+_AT_ONCE: Turn = nullcontext()
 
 MAX_RUN = 64  # pages in one system call; each is two buffers, and the kernel takes 1024
 
@@ -74,8 +79,9 @@ class Placed(NamedTuple):
 class SlotIO:
     """Slot reads and writes of one store.  Thread-safe: scratch memory is per thread."""
 
-    def __init__(self, files: SlabFiles, backend: IOBackend, codec: Codec) -> None:
+    def __init__(self, files: SlabFiles, backend: IOBackend, codec: Codec, depth: int) -> None:
         self._files = files
+        self._write_turns = Turns(depth)
         self._backend = backend
         self._codec = codec
         self._codecs = codecs_by_id()
@@ -116,7 +122,9 @@ class SlotIO:
 
     def _send(self, slab: SlabMeta, slot: int, buffers: Sequence[ByteArray]) -> None:
         fd = self._files.descriptor(slab.id)
-        if not transfer_all(self._backend.pwritev, fd, buffers, slot * slab.slot_bytes):
+        with self._write_turns:
+            whole = transfer_all(self._backend.pwritev, fd, buffers, slot * slab.slot_bytes)
+        if not whole:
             raise OSError(errno.EIO, "the device took only a part of the page")
 
     def _encode(self, slab: SlabMeta, placed: Placed) -> tuple[SlotHeader, ByteArray]:
@@ -153,21 +161,28 @@ class SlotIO:
 
     # -- reading -------------------------------------------------------------------------
 
-    def read(self, slab: SlabMeta, wanted: Wanted) -> SlotRead:
+    def read(self, slab: SlabMeta, wanted: Wanted, turn: Turn = _AT_ONCE) -> SlotRead:
         """Read one page into its destination and check it, twice if need be.
 
         The destination may hold anything after a fault.
 
+        Args:
+            slab: where.
+            wanted: what.
+            turn: entered for each transfer, and left before the checks.
+
         Raises:
             OSError: the read failed.
         """
-        fault, count = self._read_once(slab, wanted)
+        fault, count = self._read_once(slab, wanted, turn)
         if fault in (None, Fault.STALE):
             return SlotRead(fault, count, False)
-        fault, again = self._read_once(slab, wanted)
+        fault, again = self._read_once(slab, wanted, turn)
         return SlotRead(fault, count + again, True)
 
-    def read_run(self, slab: SlabMeta, run: Sequence[Wanted]) -> list[SlotRead | None]:
+    def read_run(
+        self, slab: SlabMeta, run: Sequence[Wanted], turn: Turn = _AT_ONCE
+    ) -> list[SlotRead | None]:
         """Read pages that ``follows`` chained, in one call; None for any that needs ``read``.
 
         Raises:
@@ -179,7 +194,9 @@ class SlotIO:
             buffers += (block, wanted.out)
         fd = self._files.descriptor(slab.id)
         at = run[0].location.slot * slab.slot_bytes
-        if not transfer_all(self._backend.preadv, fd, buffers, at):
+        with turn:
+            whole = transfer_all(self._backend.preadv, fd, buffers, at)
+        if not whole:
             return [None] * len(run)
         results: list[SlotRead | None] = []
         for block, wanted in zip(blocks, run, strict=False):
@@ -203,14 +220,15 @@ class SlotIO:
         fits = HEADER_BYTES + round_up(header.stored_bytes) <= slab.slot_bytes
         return header if fits else None
 
-    def _read_once(self, slab: SlabMeta, wanted: Wanted) -> tuple[Fault | None, int]:
+    def _read_once(self, slab: SlabMeta, wanted: Wanted, turn: Turn) -> tuple[Fault | None, int]:
         location, out = wanted.location, wanted.out
         straight = location.stored_bytes == location.raw_bytes and is_direct(out)
         body = out if straight else self._staging(round_up(location.stored_bytes))
         block = self._blocks(1)[0]
         fd = self._files.descriptor(slab.id)
         at = location.slot * slab.slot_bytes
-        whole = transfer_all(self._backend.preadv, fd, [block, body], at)
+        with turn:
+            whole = transfer_all(self._backend.preadv, fd, [block, body], at)
         header = decode_header(block) if whole else None
         count = HEADER_BYTES + body.nbytes
         stored = body[: location.stored_bytes]

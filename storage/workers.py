@@ -30,6 +30,24 @@ class Job(Protocol):
         ...
 
 
+class Turns:
+    """Bounds how many transfers are under way at once, whatever the number of threads.
+
+    A pool has more threads than turns, so that one can hash while others transfer.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._free: SimpleQueue[None] = SimpleQueue()  # quicker than a semaphore
+        for _ in range(count):
+            self._free.put(None)
+
+    def __enter__(self) -> None:
+        self._free.get()
+
+    def __exit__(self, *error: object) -> None:
+        self._free.put(None)
+
+
 class WorkerPool:
     """A fixed number of threads that take jobs from one queue, in order."""
 

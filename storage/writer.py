@@ -24,7 +24,7 @@ from queue import Empty, SimpleQueue
 from tierkv.storage.allocator import Allocator
 from tierkv.storage.columns import Location
 from tierkv.storage.committer import Committer
-from tierkv.storage.core import COMMIT_RECORDS, GROUP_BYTES, RUN_BYTES, Core
+from tierkv.storage.core import COMMIT_RECORDS, EXTRA_THREADS, GROUP_BYTES, RUN_BYTES, Core
 from tierkv.storage.index import LmdbIndex
 from tierkv.storage.slotio import MAX_RUN, Placed
 from tierkv.storage.tickets import WriteTicket
@@ -75,7 +75,7 @@ class Writer:
         # left in its slot must be read in full before a later recovery may believe it.
         self._durable_seq = core.durable_seq
         self._counting = True
-        self._writes = WorkerPool("write", core.config.io_threads, core.counters)
+        self._writes = WorkerPool("write", core.config.io_threads + EXTRA_THREADS, core.counters)
         self._syncs = WorkerPool("sync", 1, core.counters)
         self._thread = threading.Thread(target=self._run, name="tierkv-writer", daemon=True)
         self._thread.start()
