@@ -32,7 +32,8 @@ class Transfers:
         self._core = core
         self._save = core.device.stream("save")
         self.writing: set[int] = set()  # rows on their way to disk
-        self._moving = 0  # pages on their way down; their slots will come free
+        # Pages on their way down, by the tier whose slots will come free.
+        self._moving = {Tier.DEVICE: 0, Tier.HOST: 0}
         self._limbo: list[tuple[Callable[[], bool], Tier, list[int]]] = []
 
     def obtain(
@@ -54,9 +55,9 @@ class Transfers:
                 batch = min(_BATCH_PAGES, planner.capacity(tier) // 8)
                 victims = planner.victims(tier, max(short, batch))
                 chosen = len(victims.clean) + len(victims.dirty)
-                if not chosen and not self._wait_for_moves(deadline):
+                if not chosen and not self._wait_for_moves(tier, deadline):
                     return None
-                self._moving += chosen
+                self._moving[tier] += chosen
             if chosen:
                 self._evict(tier, victims, deadline)
             # A last look after the deadline: what could not be moved down was dropped.
@@ -107,7 +108,7 @@ class Transfers:
                 return
             victims = planner.victims(Tier.HOST, wanted)
             core.index.unpin(victims.clean, Tier.HOST)
-            self._moving += len(victims.dirty)
+            self._moving[Tier.HOST] += len(victims.dirty)
         if len(victims.dirty):
             self.write_down(victims.dirty, then_evict=False)
 
@@ -140,7 +141,7 @@ class Transfers:
 
     def begin_moves(self, count: int) -> None:
         """Count pages that a caller of ``write_down`` has pinned.  Call with the lock held."""
-        self._moving += count
+        self._moving[Tier.HOST] += count
 
     def forget_removed(self) -> None:
         """Take in which pages the disk tier dropped by itself (damaged, or its room reused)."""
@@ -157,7 +158,7 @@ class Transfers:
     def check(self) -> None:
         """Raise AssertionError when a move was lost."""
         with self._core.lock:
-            assert self._moving >= 0, f"{self._moving} pages moving"
+            assert min(self._moving.values()) >= 0, f"{self._moving} pages moving"
 
     def limbo_slots(self, tier: Tier) -> int:
         """Return how many slots wait for a copy that missed its deadline."""
@@ -193,7 +194,7 @@ class Transfers:
         core.counters.dropped_pages += lost
         core.planner.evict(tier, leaving)
         core.index.unpin(rows, tier)
-        self._moving -= len(rows)
+        self._moving[tier] -= len(rows)
         core.settled.notify_all()
 
     def _written(
@@ -213,7 +214,7 @@ class Transfers:
                 self._release(Tier.HOST, rows)
             else:
                 core.index.unpin(rows, Tier.HOST)
-                self._moving -= len(rows)
+                self._moving[Tier.HOST] -= len(rows)
                 core.settled.notify_all()
 
     def _page_write(self, row: int) -> PageWrite:
@@ -238,11 +239,15 @@ class Transfers:
             self.park(event.done, tier, slots)
         return False
 
-    def _wait_for_moves(self, deadline: float) -> bool:
-        """Wait until a page in flight comes to rest; False when none is, or time is up."""
+    def _wait_for_moves(self, tier: Tier, deadline: float) -> bool:
+        """Wait until a page leaving ``tier`` is gone; False when none is leaving, or time is up.
+
+        Only moves out of the same tier count: whoever makes room on the device while host
+        memory is full of pages in use would otherwise wait for itself.
+        """
         core = self._core
         remaining = deadline - core.clock()
-        return self._moving > 0 and remaining > 0 and core.settled.wait(remaining)
+        return self._moving[tier] > 0 and remaining > 0 and core.settled.wait(remaining)
 
     def _reap(self) -> None:
         """Give back the slots of copies that missed their deadline and are over now."""
