@@ -86,20 +86,20 @@ class Reader:
         core.counters.add("lookups", len(keys))
         with self._lock:
             self._in_flight += len(keys)
-        jobs: list[ReadJob] = []
-        run = ReadJob(self, ticket)
-        per_run = self._pages_per_run(len(keys), destinations)
-        for position, (key, out) in enumerate(zip(keys, destinations, strict=True)):
-            wanted = self._find(ticket, position, key, out, namespace)
-            if wanted is None:
-                continue
-            if len(run.pages) >= per_run:
-                jobs.append(run)
-                run = ReadJob(self, ticket)
-            run.pages.append((position, wanted))
-        if run.pages:
-            jobs.append(run)
-        self._hand_over(jobs)
+        found = [
+            (position, wanted)
+            for position, (key, out) in enumerate(zip(keys, destinations, strict=True))
+            if (wanted := self._find(ticket, position, key, out, namespace)) is not None
+        ]
+        per_run = self._pages_per_run(len(found), destinations)
+        if per_run > 1:  # small pages: those in adjacent slots are read in one call
+            found.sort(key=lambda item: item[1].location[:2])
+        self._hand_over(
+            [
+                ReadJob(self, ticket, found[at : at + per_run])
+                for at in range(0, len(found), per_run)
+            ]
+        )
         return ticket
 
     def _pages_per_run(self, count: int, destinations: Sequence[ByteArray]) -> int:
@@ -278,11 +278,13 @@ class ReadJob:
 
     __slots__ = ("_left", "_reader", "_ticket", "pages")
 
-    def __init__(self, reader: Reader, ticket: ReadTicket) -> None:
+    def __init__(
+        self, reader: Reader, ticket: ReadTicket, pages: Sequence[tuple[int, Wanted]]
+    ) -> None:
         self._reader = reader
         self._ticket = ticket
         self._left = 0
-        self.pages: list[tuple[int, Wanted]] = []
+        self.pages = pages
 
     def run(self) -> None:
         """Read the pages, unless nobody waits any more."""

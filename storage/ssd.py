@@ -65,6 +65,7 @@ class SsdTier:
         """Use ``SsdTier.open``."""
         self._core = core
         self._writer = None
+        self._progress: tuple[int, ...] = ()
         if isinstance(core.index, LmdbIndex) and not core.config.read_only:
             self._writer = Writer(core, core.index)
         self._reader = Reader(core, self._writer)
@@ -293,16 +294,26 @@ class SsdTier:
         """Make everything put or deleted before durable, and say what is.
 
         Args:
-            timeout_s: how long to wait; None waits as long as the device takes.
+            timeout_s: how long to wait; None waits for as long as something is written or
+                synced every ``io_timeout_s``.
         """
         self._enter()
         catalog = self._core.catalog
         if self._writer is None:
             return FlushReport(len(catalog), catalog.page_bytes, True, [])
-        report = self._writer.flush().wait(timeout_s)
-        if report is None:
-            return FlushReport(0, 0, False, [])
-        return report
+        request = self._writer.flush()
+        patience = self._core.config.io_timeout_s if timeout_s is None else timeout_s
+        report = request.wait(patience)
+        while report is None and timeout_s is None and self._has_progressed():
+            report = request.wait(patience)
+        return report or FlushReport(0, 0, False, [])
+
+    def _has_progressed(self) -> bool:
+        """Whether a write or a sync ended since the last call."""
+        counted = self._core.counters.snapshot()
+        names = ("device_bytes_written", "slab_syncs", "index_commits", "index_syncs")
+        before, self._progress = self._progress, tuple(counted[name] for name in names)
+        return before != self._progress
 
     def verify(
         self, *, repair: bool = False, progress: Callable[[int, int], None] | None = None

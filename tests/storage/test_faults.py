@@ -11,6 +11,7 @@ import threading
 import numpy as np
 import pytest
 
+from tierkv.errors import StoreError
 from tierkv.storage.aligned import aligned_empty
 from tierkv.storage.ssd import ReadStatus, WriteStatus
 from tierkv.storage.testing import (
@@ -18,6 +19,7 @@ from tierkv.storage.testing import (
     FaultyBackend,
     Gate,
     ManualClock,
+    kill_image,
     make_page,
     page_bytes,
     page_key,
@@ -95,6 +97,21 @@ def test_a_flipped_bit_is_a_miss_and_drops_the_page(tier, offset):
     assert tier.take_removed() == [page_key(1)]
     assert tier.take_removed() == []
     assert put(tier, 1) == [WRITTEN]
+    assert read(tier, 1) == [HIT]
+
+
+def test_every_flipped_byte_of_a_slot_is_noticed(open_tier, fast_dir):
+    writer = open_tier()
+    put(writer, 1, layer_bytes=4096)
+    writer.close()
+    tier = open_tier(read_only=True)  # it drops nothing, so that each byte can be tried
+    out = aligned_empty(SIZE)
+    with open(fast_dir / "store" / "slabs" / "0000", "r+b", buffering=0) as file:
+        slot = file.read(SLOT)
+        for offset in [*range(0, 4096, 3), *range(4096, SLOT, 41), SLOT - 1]:
+            os.pwrite(file.fileno(), bytes([slot[offset] ^ 64]), offset)
+            assert tier.read([page_key(1)], [out]) != [HIT], f"byte {offset}"
+            os.pwrite(file.fileno(), slot[offset : offset + 1], offset)
     assert read(tier, 1) == [HIT]
 
 
@@ -428,13 +445,14 @@ def test_the_writer_thread_outlives_its_own_failures(tier, backend):
 
 
 def test_a_hung_write_times_flush_and_close_out(open_tier, backend, fast_dir):
-    tier = open_tier(backend=backend)
+    tier = open_tier(backend=backend, io_timeout_s=0.01)
     gate = Gate()
     backend.inject("pwritev", gate)
     ticket = tier.put([make_page(1, SIZE)])
     assert gate.reached.wait(20)
     assert ticket.wait(0.001) is None
     assert not tier.flush(0.001).ok
+    assert not tier.flush().ok, "without a deadline it waits while there is progress"
     assert tier.close(0.01) is False
     gate.opened.set()
     assert ticket.wait(20) == [WRITTEN]
@@ -523,3 +541,36 @@ def test_slab_file_cut_while_open(tier):
     os.truncate(tier._core.layout.slab(0), SLOT)
     assert read(tier, 1, 2) == [HIT, CORRUPT]
     assert not tier.verify().ok
+
+
+def test_the_figures_are_true(open_tier, fast_dir):
+    tier = open_tier(pages=12, slab_bytes=4 * SLOT)
+    put(tier, *range(6))
+    stats = tier.stats()
+    sizes = [p.stat().st_size for p in (fast_dir / "store" / "slabs").iterdir()]
+    assert stats.slab_bytes == sum(sizes) == 2 * 4 * SLOT
+    assert stats.slabs == 2
+    assert stats.device_bytes_written == 6 * SLOT
+    assert read(tier, *range(7)) == [HIT] * 6 + [MISS]
+    stats = tier.stats()
+    assert stats.device_bytes_read == 6 * SLOT
+    assert (stats.lookups, stats.hits, stats.misses) == (7, 6, 1)
+
+
+def test_trouble_upon_trouble(open_tier, backend, fast_dir):
+    """A crash while the disk is full, then a fault while recovering, then damage."""
+    tier = open_tier(backend=backend, pages=8, slab_bytes=4 * SLOT)
+    put(tier, *range(4))
+    assert tier.flush().ok
+    backend.inject("fallocate", errno.ENOSPC, times=None)
+    assert put(tier, 4) == [NO_SPACE]
+    kill_image(str(fast_dir / "store"), str(fast_dir / "image"))
+    failing = FaultyBackend()
+    failing.inject("sync_index", errno.EIO)
+    with pytest.raises(StoreError, match="cannot be opened"):
+        open_tier(fast_dir / "image", pages=8, slab_bytes=4 * SLOT, backend=failing)
+    again = open_tier(fast_dir / "image", pages=8, slab_bytes=4 * SLOT)
+    overwrite(again, 2, 5000, b"damage")
+    assert read(again, *range(5)) == [HIT, HIT, CORRUPT, HIT, MISS]
+    assert put(again, 2, 4) == [WRITTEN] * 2
+    assert again.verify().ok
