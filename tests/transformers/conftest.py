@@ -53,9 +53,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-def make_tiny(family: str, dtype: Any = torch.float32, seed: int = 0) -> Any:
+def make_tiny(family: str, dtype: Any = torch.float32, seed: int = 0, **given: Any) -> Any:
     """Return a tiny randomly initialised model of a family."""
-    fields = {**TINY, **FAMILIES[family]}
+    fields = {**TINY, **FAMILIES[family], **given}
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(family, **fields)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -70,6 +70,23 @@ def make_tiny(family: str, dtype: Any = torch.float32, seed: int = 0) -> Any:
 def tiny() -> Callable[..., Any]:
     """Return the maker of tiny models."""
     return make_tiny
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return an ordinary model directory with a tiny model and a tokenizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: number for number, letter in enumerate(["<s>", *letters])}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    folder = tmp_path_factory.mktemp("tiny") / "model"
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>")
+    fast.save_pretrained(folder)
+    make_tiny("llama", vocab_size=len(vocabulary)).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

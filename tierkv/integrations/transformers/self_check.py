@@ -64,7 +64,12 @@ def check_model(model: Any, spec: CacheSpec) -> SelfCheck:
     with torch.no_grad(), _evaluating(model):
         whole = _forward(model, ids[:, :TOTAL], None)
         kept = _continue(model, ids, DynamicCache(config=model.config), PREFIX)
-        resumed = _resumed(model, spec, ids)
+        try:
+            resumed = _resumed(model, spec, ids)
+        except TierKVError as error:
+            raise UnsupportedError(
+                f"{model.config.model_type}: resuming a short sequence failed: {error}"
+            ) from error
     check = SelfCheck(
         split_error=_error(whole[:, PREFIX:], kept[:, : TOTAL - PREFIX]),
         limit=_FLOAT32_LIMIT if model.dtype == torch.float32 else _HALF_LIMIT,
@@ -117,15 +122,10 @@ def _begin(store: Store, spec: CacheSpec, tokens: Any, guard: ForwardGuard) -> T
 
 def _continue(model: Any, ids: Tensor, cache: Any, prefix: int) -> Tensor:
     """Return the logits from ``PREFIX`` on: several tokens in one forward, then steps."""
-    try:
-        if prefix:
-            _forward(model, ids[:, :prefix], cache)
-        parts = [_forward(model, ids[:, PREFIX:TOTAL], cache)]
-        parts += [_forward(model, ids[:, at : at + 1], cache) for at in range(TOTAL, TOTAL + STEPS)]
-    except TierKVError as error:
-        raise UnsupportedError(
-            f"{model.config.model_type}: resuming a short sequence failed: {error}"
-        ) from error
+    if prefix:
+        _forward(model, ids[:, :prefix], cache)
+    parts = [_forward(model, ids[:, PREFIX:TOTAL], cache)]
+    parts += [_forward(model, ids[:, at : at + 1], cache) for at in range(TOTAL, TOTAL + STEPS)]
     return torch.cat(parts, dim=1)
 
 
