@@ -255,13 +255,32 @@ class CrashBackend(OsBackend):
     on the image stays as it is, so that a test can cut the power at each sync in turn.
     """
 
-    def __init__(self, root: str, image: str, *, freeze_at: int | None = None) -> None:
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        image: str | os.PathLike[str],
+        *,
+        freeze_at: int | None = None,
+        inherit: CrashBackend | None = None,
+    ) -> None:
+        """Args:
+        root: the store's directory.
+        image: where the image is kept; may hold one already.
+        freeze_at: when the power goes.
+        inherit: the backend of a dead process whose unsynced writes are still in the
+            device's cache; ``root`` is a copy of its directory.
+        """
         self._root = os.path.abspath(root)
         self._image = os.path.abspath(image)
         self._freeze_at = freeze_at
         self._lock = threading.RLock()
         self._paths: dict[int, str] = {}
         self._pending: dict[str, list[tuple[int, bytes]]] = {}
+        if inherit is not None:
+            with inherit._lock:
+                for path, writes in inherit._pending.items():
+                    here = os.path.join(self._root, os.path.relpath(path, inherit._root))
+                    self._pending[here] = list(writes)
         self.syncs = 0
         os.makedirs(self._image, exist_ok=True)
 

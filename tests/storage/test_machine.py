@@ -224,10 +224,8 @@ class StoreMachine(RuleBasedStateMachine):
         image = self.root / f"power-{self.generation}"
         self.generation += 1
         shutil.copytree(image, self.path())
-        frozen = CrashBackend(self.root / f"store-{self.generation - 1}", self.path())
-        with self.crash._lock:
-            frozen._pending = {p: list(w) for p, w in self.crash._pending.items()}
-        frozen.tear(random.Random(seed))
+        at_the_cut = CrashBackend(self.path(), self.path(), inherit=self.crash)
+        at_the_cut.tear(random.Random(seed))
         self.faults.clear()
         self.tier.close()
         lost = {n: v for n, v in self.current.items() if self.flushed.get(n) != v}

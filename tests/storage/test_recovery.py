@@ -26,6 +26,7 @@ from tierkv.storage.testing import (
     TEST_NAMESPACE,
     CrashBackend,
     FaultyBackend,
+    Gate,
     kill_image,
     make_page,
     page_bytes,
@@ -188,6 +189,51 @@ def test_power_cut_at_every_sync(open_tier, fast_dir, tear):
         again.close()
         shutil.rmtree(store)
         shutil.rmtree(image)
+
+
+def test_a_flush_after_a_kill_covers_what_the_dead_process_wrote(open_tier, fast_dir):
+    """The scan finds pages that were never synced; a flush that counts them must be true."""
+    dead = CrashBackend(fast_dir / "store", fast_dir / "image")
+    faults = FaultyBackend(dead)
+    tier = open_tier(backend=faults)
+    put(tier, 1)
+    assert tier.flush().ok
+    gate = Gate()
+    faults.inject("fdatasync", gate)
+    ticket = tier.put([make_page(2, SIZE)])
+    assert gate.reached.wait(20)
+    kill_image(fast_dir / "store", fast_dir / "killed")
+    shutil.copytree(fast_dir / "image", fast_dir / "power")
+    heir = CrashBackend(fast_dir / "killed", fast_dir / "power", inherit=dead)
+    gate.opened.set()
+    assert ticket.wait(20)
+    again = open_tier(fast_dir / "killed", backend=heir)
+    assert read(again, 1, 2) == [HIT, HIT]
+    assert again.flush().pages == 2
+    shutil.copytree(fast_dir / "power", fast_dir / "cut")
+    assert read(open_tier(fast_dir / "cut"), 1, 2) == [HIT, HIT]
+
+
+def test_what_a_failed_write_left_is_not_believed(open_tier, fast_dir):
+    """A header without its payload, and good writes after it, then a kill."""
+    backend = FaultyBackend()
+    tier = open_tier(pages=8, slab_bytes=4 * SLOT, backend=backend)
+    put(tier, 1)
+    backend.inject("pwritev", "short")
+    backend.inject("pwritev", errno.EIO)
+    assert put(tier, 2) == [WriteStatus.FAILED]
+    for number in range(3, 6):
+        assert put(tier, number) == [WriteStatus.WRITTEN]
+    kill_image(fast_dir / "store", fast_dir / "image")
+    again = open_tier(fast_dir / "image", pages=8, slab_bytes=4 * SLOT)
+    assert read(again, *range(1, 6)) == [HIT, MISS, HIT, HIT, HIT]
+    tier.close()
+    later = open_tier(pages=8, slab_bytes=4 * SLOT)
+    assert later.stats().clean_open
+    assert put(later, 6) == [WriteStatus.WRITTEN]
+    kill_image(fast_dir / "store", fast_dir / "second")
+    again = open_tier(fast_dir / "second", pages=8, slab_bytes=4 * SLOT)
+    assert read(again, *range(1, 7)) == [HIT, MISS, HIT, HIT, HIT, HIT]
 
 
 # -- damage ------------------------------------------------------------------------------
