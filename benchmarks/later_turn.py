@@ -79,9 +79,10 @@ def attach(model, directory: Path, tokens: int) -> TierKV:
         model,
         directory / "store",
         device=pool_bytes(model, tokens),
-        host="2GiB",
+        host="512MiB",
         disk="2GiB",
         weights_id="benchmark",
+        prefault=True,
         self_check=False,
     )
 

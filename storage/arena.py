@@ -85,6 +85,10 @@ class HostArena:
             raise StoreClosedError("host arena: closed")
         return self._slots
 
+    def touch(self) -> None:
+        """Take all of the memory now, so that no later write pays for page faults."""
+        self.slots.fill(0)
+
     def slot(self, index: int) -> ByteArray:
         """Return slot ``index`` as a writable array ``[slot_bytes]``, 4 KiB-aligned."""
         if not 0 <= index < self.num_slots:

@@ -66,6 +66,7 @@ class Store:
         codec: str = "raw",
         boundary_pages: int = 4,
         io_timeout_s: float = 30.0,
+        prefault: bool = False,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> Store:
@@ -85,6 +86,8 @@ class Store:
             codec: ``"raw"`` or ``"zstd"``, of the disk tier.
             boundary_pages: a window of sliding layers is kept every so many anchor pages.
             io_timeout_s: bound of every wait; what misses it is a miss.
+            prefault: take all memory at once, so that no turn waits for the system to hand it
+                out; opening then takes a second for every few GiB, on some machines far more.
             clock: monotonic seconds, for deadlines and times to live.
             wall_clock: Unix seconds, for the ages that the CLI shows.
 
@@ -104,6 +107,7 @@ class Store:
             boundary_pages=boundary_pages,
             write_through=write_through,
             io_timeout_s=io_timeout_s,
+            prefault=prefault,
         )
         directory = None if path is None else Path(path)
         core = open_core(directory, spec, namespace, options, clock=clock, wall_clock=wall_clock)

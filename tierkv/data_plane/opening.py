@@ -57,6 +57,7 @@ class Options:
     boundary_pages: int
     write_through: bool
     io_timeout_s: float
+    prefault: bool
 
     def __post_init__(self) -> None:
         for name in ("device", "host", "disk"):
@@ -88,6 +89,9 @@ def open_core(
         pool = DevicePool(device, spec, parse_bytes(options.device, name="device"))
         arena = HostArena(_host_pages(spec, options), spec.slot_bytes)
         opened.append(arena.close)
+        if options.prefault:
+            pool.memory.zero_()
+            arena.touch()
         stored = 0 if disk is None else disk.stats().pages
         disk_pages = 0 if disk is None else max(disk.capacity_pages, stored)
         slots = {Tier.DEVICE: pool.num_slots, Tier.HOST: arena.num_slots}
