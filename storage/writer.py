@@ -17,7 +17,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
 
@@ -26,12 +26,14 @@ from tierkv.storage.columns import Location
 from tierkv.storage.committer import Committer
 from tierkv.storage.core import COMMIT_RECORDS, EXTRA_THREADS, GROUP_BYTES, RUN_BYTES, Core
 from tierkv.storage.index import LmdbIndex
+from tierkv.storage.ledger import Ledger
 from tierkv.storage.slotio import MAX_RUN, Placed
 from tierkv.storage.tickets import WriteTicket
 from tierkv.storage.types import FlushReport, PageWrite, WriteStatus
 from tierkv.storage.workers import WorkerPool
 from tierkv.storage.writes import (
     STATUS_COUNTERS,
+    DurableMark,
     FlushRequest,
     Group,
     Inbox,
@@ -55,8 +57,7 @@ class Writer:
         self._core = core
         self._inbox: Inbox = SimpleQueue()
         self._lock = threading.Lock()
-        self._queued_bytes = 0
-        self._queued_keys: Counter[bytes] = Counter()
+        self._ledger = Ledger(core.config.max_queue_bytes)
         self._stopped = False
         self._committer = Committer(core, index)
         # From here on: the writer thread's own.
@@ -71,10 +72,7 @@ class Writer:
         self._failed_keys: list[bytes] = []
         self._failed_slabs: set[int] = set()
         self._next_seq = core.next_seq
-        # Every write up to here is whole and synced.  A failed one stops the count: what it
-        # left in its slot must be read in full before a later recovery may believe it.
-        self._durable_seq = core.durable_seq
-        self._counting = True
+        self._durable = DurableMark(core.durable_seq)
         self._writes = WorkerPool("write", core.config.io_threads + EXTRA_THREADS, core.counters)
         self._syncs = WorkerPool("sync", 1, core.counters)
         self._thread = threading.Thread(target=self._run, name="tierkv-writer", daemon=True)
@@ -84,18 +82,14 @@ class Writer:
 
     def put(self, pages: Sequence[PageWrite], ticket: WriteTicket) -> None:
         """Queue pages; those beyond the queue's bound are refused at once."""
-        bound = self._core.config.max_queue_bytes
         accepted: list[tuple[PageWrite, WriteTicket, int]] = []
         refused: list[int] = []
         with self._lock:
             for position, page in enumerate(pages):
-                size = page.payload.nbytes
-                if self._stopped or (self._queued_bytes and self._queued_bytes + size > bound):
+                if self._stopped or not self._ledger.admit(page):
                     refused.append(position)
-                    continue
-                self._queued_bytes += size
-                self._queued_keys[page.info.key] += 1
-                accepted.append((page, ticket, position))
+                else:
+                    accepted.append((page, ticket, position))
             status = WriteStatus.CLOSED if self._stopped else WriteStatus.QUEUE_FULL
             # Queued under the lock: a delete must find puts and inbox in the same order.
             if accepted:
@@ -111,7 +105,7 @@ class Writer:
         with self._lock:
             for key in () if self._stopped else dict.fromkeys(keys):
                 location = self._core.catalog.remove(key)
-                if location is not None or key in self._queued_keys:
+                if location is not None or key in self._ledger:
                     removed.append((key, location))
             self._committer.note_leaving(key for key, location in removed if location is not None)
             if removed:
@@ -167,7 +161,7 @@ class Writer:
     @property
     def queued_bytes(self) -> int:
         """Payload bytes that were put and are not resolved."""
-        return self._queued_bytes
+        return self._ledger.bytes
 
     def stop(self, timeout_s: float) -> bool:
         """Flush, mark the store clean and end all threads; False when time ran out.
@@ -203,7 +197,7 @@ class Writer:
                 self._guard(message)
             self._guard(self._advance)
         self._guard(self._committer.commit_and_sync)
-        self._guard(lambda: self._committer.mark_clean(self._next_seq - 1, self._durable_seq))
+        self._guard(lambda: self._committer.mark_clean(self._next_seq - 1, self._durable.seq))
 
     def _guard(self, call: Callable[[], object]) -> None:
         try:
@@ -244,7 +238,7 @@ class Writer:
             return
         slab, slot = place
         job = WriteJob(
-            slab, Placed(waiter[0], slot, self._next_seq, self._durable_seq), self._open_group
+            slab, Placed(waiter[0], slot, self._next_seq, self._durable.seq), self._open_group
         )
         job.followers.append(waiter)
         self._next_seq += 1
@@ -326,8 +320,8 @@ class Writer:
             self._failed_slabs.add(slab_id)
             self._allocator.retire(slab_id)
             self._core.breaker.failure()
-        self._count_durable(group)
-        written = []
+        self._durable.count(group, self._failed_slabs)
+        written: list[WriteJob] = []
         for job in group.jobs:
             # After a failed sync a later one may succeed, and lie: the slab is done for.
             if job.record is None or job.slab.id in self._failed_slabs:
@@ -338,13 +332,6 @@ class Writer:
                 written.append(job)
         for at in range(0, len(written), COMMIT_RECORDS):
             self._publish(written[at : at + COMMIT_RECORDS])
-
-    def _count_durable(self, group: Group) -> None:
-        for job in group.jobs:
-            if job.record is None or job.slab.id in self._failed_slabs:
-                self._counting = False
-        if self._counting:
-            self._durable_seq = max(job.placed.seq for job in group.jobs)
 
     def _publish(self, jobs: Sequence[WriteJob]) -> None:
         """Commit pages to the index, make them findable, then tell whoever waits."""
@@ -377,25 +364,18 @@ class Writer:
     def _resolve(
         self, page: PageWrite, ticket: WriteTicket, position: int, status: WriteStatus
     ) -> None:
-        key = page.info.key
         with self._lock:
-            self._queued_bytes -= page.payload.nbytes
-            left = self._queued_keys[key] - 1
-            if left:
-                self._queued_keys[key] = left
-            else:
-                del self._queued_keys[key]
+            self._ledger.settle(page)
         if status is not WriteStatus.WRITTEN:
             self._core.counters.add(STATUS_COUNTERS[status])
             if status is not WriteStatus.DUPLICATE:
-                self._failed_keys.append(key)
+                self._failed_keys.append(page.info.key)
         ticket.resolve(position, status)
 
     def _finish_flushes(self) -> None:
         if not self._flushes:
             return
-        waiting = set(map(id, self._groups))
-        ready = [f for f in self._flushes if id(f.last_group) not in waiting]
+        ready = [f for f in self._flushes if f.last_group not in self._groups]
         if not ready:
             return
         durable = self._committer.commit_and_sync()
@@ -408,7 +388,7 @@ class Writer:
 
     def _give_up(self) -> None:
         """Settle everything after a failure of this very thread; its slots stay taken."""
-        self._counting = False
+        self._durable.stop()
         self._groups.clear()
         self._open_group = Group()
         self._run_jobs = []

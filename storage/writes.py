@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from queue import SimpleQueue
 
 from tierkv.storage.core import Core
@@ -59,6 +59,30 @@ class WriteJob:
     def key(self) -> bytes:
         """The page's key."""
         return self.placed.page.info.key
+
+
+class DurableMark:
+    """Up to which sequence number every write is whole and synced.
+
+    A failed write stops the count for good: what it left in its slot must be read in full
+    before a later recovery may believe it.
+    """
+
+    def __init__(self, seq: int) -> None:
+        self.seq = seq
+        self._counting = True
+
+    def count(self, group: Group, failed_slabs: Set[int]) -> None:
+        """Count a group that was synced, if all before it were and all of it went well."""
+        for job in group.jobs:
+            if job.record is None or job.slab.id in failed_slabs:
+                self._counting = False
+        if self._counting:
+            self.seq = max(job.placed.seq for job in group.jobs)
+
+    def stop(self) -> None:
+        """Count no more."""
+        self._counting = False
 
 
 class WriteRun:
