@@ -7,12 +7,16 @@ import fcntl
 import json
 import os
 import socket
+import struct
 import weakref
 from dataclasses import dataclass
 
 from tierkv.errors import StoreError, StoreLockedError, StoreReadOnlyError
 
-_ASKED_TRIES = 1000
+# A lock of the open file description: like flock it dies with its process, and unlike flock
+# one can ask about it without taking it, so that a question never makes an opening fail.
+_FLOCK = struct.Struct("@hhqqi0q")
+_WHOLE_FILE = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +29,7 @@ class LockOwner:
 
 
 class DirectoryLock:
-    """An exclusive flock on the ``lock`` file, with the owner's name inside.
+    """An exclusive lock on the ``lock`` file, with the owner's name inside.
 
     The kernel drops the lock when the process dies, however it dies.  The file itself stays:
     removing it would let two processes lock two different files of one name.
@@ -57,7 +61,15 @@ class DirectoryLock:
                 f"{path}: cannot be opened for writing ({error.strerror}); "
                 "check permissions, or open the store with read_only=True"
             ) from error
-        if not _take(fd):
+        try:
+            taken = _take(fd)
+        except OSError as error:
+            os.close(fd)
+            raise StoreError(
+                f"{path}: cannot be locked ({error.strerror}); the filesystem must support "
+                "locks of open file descriptions"
+            ) from error
+        if not taken:
             owner = read_owner(path)
             os.close(fd)
             raise StoreLockedError(
@@ -97,21 +109,13 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _take(fd: int) -> bool:
-    """Take the exclusive lock unless an owner has it.
-
-    Somebody may be asking ``is_locked`` at this very moment, with a shared lock: where a
-    shared lock can be had too, there is no owner, and the question is over in no time.
-    """
-    for _ in range(_ASKED_TRIES):
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except OSError:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except OSError:
-                return False
-    return False
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _WHOLE_FILE)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        raise
+    return True
 
 
 def read_owner(path: str) -> LockOwner:
@@ -131,10 +135,9 @@ def is_locked(path: str) -> bool:
     except OSError:
         return False
     try:
-        # A shared lock asks without ever standing in the way of another question.
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, _WHOLE_FILE)
     except OSError:
-        return True
+        return False
     finally:
         os.close(fd)
-    return False
+    return bool(_FLOCK.unpack(answer)[0] != fcntl.F_UNLCK)

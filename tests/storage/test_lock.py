@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 
@@ -35,24 +34,12 @@ def test_asking_changes_nothing(path) -> None:
     assert not os.path.exists(path)
 
 
-def test_opening_while_somebody_asks_succeeds(path, monkeypatch) -> None:
-    DirectoryLock.acquire(path, now=0.0).release()
-    asking = os.open(path, os.O_RDONLY)
-    fcntl.flock(asking, fcntl.LOCK_SH)
-    real, calls = fcntl.flock, []
-
-    def flock(fd: int, operation: int) -> None:
-        calls.append(operation)
-        if len(calls) == 5:  # the question is over
-            os.close(asking)
-        real(fd, operation)
-
-    monkeypatch.setattr(fcntl, "flock", flock)
-    lock = DirectoryLock.acquire(path, now=1.0)
-    assert len(calls) > 2
-    monkeypatch.undo()
+def test_a_reader_without_write_permission_can_ask(path) -> None:
+    lock = DirectoryLock.acquire(path, now=0.0)
+    os.chmod(path, 0o400)
     assert is_locked(path)
     lock.release()
+    assert not is_locked(path)
 
 
 def test_questions_from_many_threads_never_make_opening_fail(path) -> None:
@@ -67,7 +54,7 @@ def test_questions_from_many_threads_never_make_opening_fail(path) -> None:
     for thread in threads:
         thread.start()
     try:
-        for number in range(50):
+        for number in range(300):
             DirectoryLock.acquire(path, now=float(number)).release()
     finally:
         stop.set()

@@ -186,7 +186,7 @@ def test_a_fork_is_refused_and_harms_nothing(open_tier):
 
 
 def test_a_forked_child_does_not_keep_the_directory_locked(open_tier, fast_dir):
-    """flock is shared with children; one that outlives its parent must not hold it."""
+    """The lock is shared with children; one that outlives its parent must not hold it."""
     read_end, write_end = os.pipe()
     result = child(
         f"""
