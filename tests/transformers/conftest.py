@@ -66,6 +66,15 @@ def make_tiny(family: str, dtype: Any = torch.float32, seed: int = 0, **given: A
     return model.to(dtype).eval()
 
 
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Compute on one thread: a busy machine makes two slower than one, and bits do not care."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def tiny() -> Callable[..., Any]:
     """Return the maker of tiny models."""
