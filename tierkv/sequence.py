@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -172,12 +171,7 @@ class Sequence:
         """Return the sequence."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Abandon the sequence unless it has ended."""
         self.abandon()
 

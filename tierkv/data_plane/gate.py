@@ -7,7 +7,6 @@ records the last use, so that the slots can be reused.  A view is dead once left
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import torch
@@ -89,12 +88,7 @@ class LayerView:
         self._open = True
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Record the last use."""
         self._open = False
         self._gate.leave()

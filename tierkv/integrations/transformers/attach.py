@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -181,12 +180,7 @@ class TierKV:
         """Return itself."""
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         """Close."""
         self.close()
 
