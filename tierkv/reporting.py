@@ -27,7 +27,7 @@ class Reporter:
 
     def __init__(self, core: Core, directory: Path | None) -> None:
         self._core = core
-        memory_pages = core.pool.num_slots + core.arena.num_slots
+        memory_pages = core.pool.num_slots + core.planner.capacity(Tier.HOST)
         self._live = (
             None
             if directory is None

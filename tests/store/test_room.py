@@ -20,3 +20,27 @@ def test_loading_from_a_full_host_tier_does_not_wait_for_itself(open_store):
         found[which] += turn(store, talks[which]).total
     assert time.monotonic() - started < 15
     assert all(found), "some talk was never found again"
+
+
+def test_pages_reach_the_disk_though_pages_in_use_fill_host_memory(open_store):
+    """They used to be dropped: 8 host pages, all pinned by the prefix on its way in."""
+    store = open_store(device=13, host=8)
+    talks = [[start] * 44 for start in (1, 2, 3)]
+    for which in (0, 1, 2, 2, 1, 0, 0, 1, 2):
+        before = len(talks[which])
+        talks[which].append(7)
+        found = turn(store, talks[which]).total
+        assert found in (0, before)
+    assert store.stats().counters["dropped_pages"] == 0
+    assert all(turn(store, [*talk, 9], finish=False).total == len(talk) for talk in talks)
+
+
+def test_a_flush_is_whole_though_pins_fill_host_memory(open_store):
+    store = open_store(device=40, host=8)
+    for start in (1, 2, 3, 4):
+        turn(store, [start] * 16)
+    turn(store, [9] * 160)  # pushes the others down
+    with store.begin([1] * 16 + [5]), store.begin([2] * 16 + [5]):
+        report = store.flush()
+    assert report.ok
+    assert report.failed_pages == 0

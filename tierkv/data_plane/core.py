@@ -59,6 +59,11 @@ class Core:
         return threading.Condition(self.lock)
 
     @property
+    def staging_slots(self) -> range:
+        """Slots of the arena behind the host tier's, through which pages pass to disk."""
+        return range(self.planner.capacity(Tier.HOST), self.arena.num_slots)
+
+    @property
     def index(self) -> PrefixIndex:
         """The prefix index."""
         return self.planner.index

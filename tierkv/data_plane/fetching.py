@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from enum import Enum, auto
+from functools import partial
 from typing import TYPE_CHECKING
 
 from tierkv.storage.types import ReadStatus
@@ -86,7 +87,9 @@ class Fetcher:
         late = [slot for slot, s in zip(slots, statuses, strict=True) if s is ReadStatus.TIMEOUT]
         if late:  # the device may still write there
             with core.lock:
-                self._transfers.park(ticket.settled, Tier.HOST, late)
+                self._transfers.park(
+                    ticket.settled, late, partial(core.planner.give_back, Tier.HOST)
+                )
         return outcome
 
     def _take_in(

@@ -67,19 +67,27 @@ def _write_batch(core: Core, transfers: Transfers, keys: list[bytes]) -> WriteTi
     with core.lock:
         found = core.find_rows(keys)
         rows = _array(
-            [r for r in found if not core.is_in(r, Tier.DISK) and r not in transfers.writing]
+            [
+                r
+                for r in found
+                if not core.is_in(r, Tier.DISK) and not transfers.writer.is_writing(r)
+            ]
         )
         in_host = [row for row in rows.tolist() if core.is_in(row, Tier.HOST)]
         above = _array([row for row in rows.tolist() if row not in set(in_host)])
         core.index.pin(_array(in_host), Tier.HOST)
         core.index.pin(above, Tier.DEVICE)
-    copied = transfers.copy_to_host(above, core.deadline()) if len(above) else above
+    deadline = core.deadline()
+    copied = transfers.copy_to_host(above, deadline) if len(above) else above
+    left = above[len(copied) :]
     with core.lock:
         core.index.pin(copied, Tier.HOST)
-        core.index.unpin(above, Tier.DEVICE)
+        core.index.unpin(copied, Tier.DEVICE)
         ready = _array([*in_host, *copied.tolist()])
-        transfers.begin_moves(len(ready))
-    return transfers.write_down(ready, then_evict=False) if len(ready) else None
+        transfers.begin_moves(Tier.HOST, len(ready))
+        transfers.begin_moves(Tier.DEVICE, len(left))
+    last = transfers.write_down(ready, then_evict=False) if len(ready) else None
+    return transfers.spill(left, then_evict=False, deadline=deadline) or last
 
 
 def _only_above(core: Core) -> Rows:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 _MIN_HOST_PAGES = 8  # transfers between device and disk pass through host memory
+_STAGING_PAGES = 8  # besides, for when pages in use fill the host tier
 _READ_AT_ONCE = 4096
 
 
@@ -87,14 +88,15 @@ def open_core(
         device = open_device(options.torch_device)
         opened.append(device.close)
         pool = DevicePool(device, spec, parse_bytes(options.device, name="device"))
-        arena = HostArena(_host_pages(spec, options), spec.slot_bytes)
+        host_pages = _host_pages(spec, options)
+        arena = HostArena(host_pages + _STAGING_PAGES, spec.slot_bytes)
         opened.append(arena.close)
         if options.prefault:
             pool.memory.zero_()
             arena.touch()
         stored = 0 if disk is None else disk.stats().pages
         disk_pages = 0 if disk is None else max(disk.capacity_pages, stored)
-        slots = {Tier.DEVICE: pool.num_slots, Tier.HOST: arena.num_slots}
+        slots = {Tier.DEVICE: pool.num_slots, Tier.HOST: host_pages}
         pages = sum(slots.values()) + disk_pages
         # Parents that are known by key only, and chains' roots, take rows as well.
         index = PrefixIndex(

@@ -6,13 +6,14 @@ A page in flight is pinned by whoever moves it.  Every move ends in exactly one 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierkv.data_plane.writing import PageWriter
 from tierkv.devices.base import CopyOp, DeviceError
-from tierkv.storage.types import PageWrite, WriteStatus
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from tierkv.data_plane.core import Core
     from tierkv.storage.tickets import WriteTicket
 
-_WRITTEN = (WriteStatus.WRITTEN, WriteStatus.DUPLICATE)
 # Victims are moved in batches: one fdatasync covers a group, one copy call a run of pages.
 _BATCH_PAGES = 16
 
@@ -31,10 +31,11 @@ class Transfers:
     def __init__(self, core: Core) -> None:
         self._core = core
         self._save = core.device.stream("save")
-        self.writing: set[int] = set()  # rows on their way to disk
+        self.writer = PageWriter(core)
+        self._staging = list(core.staging_slots)
         # Pages on their way down, by the tier whose slots will come free.
         self._moving = {Tier.DEVICE: 0, Tier.HOST: 0}
-        self._limbo: list[tuple[Callable[[], bool], Tier, list[int]]] = []
+        self._limbo: list[tuple[Callable[[], bool], Callable[[], None], int]] = []
 
     def obtain(
         self, tier: Tier, count: int, *, deadline: float, near: int | None = None
@@ -76,24 +77,27 @@ class Transfers:
         """
         core = self._core
         with core.lock:
-            if core.disk is None:
-                self._release(Tier.HOST, rows)
-                return None
-            booked, evicted = core.planner.book_disk(len(rows))
-            pages = [self._page_write(row) for row in rows[:booked].tolist()]
-            self.writing.update(rows[:booked].tolist())
-        if booked < len(rows):
-            refused = rows[booked:]
-            self._written(refused, [WriteStatus.NO_SPACE] * len(refused), 0, then_evict)
-        if evicted:
-            core.disk.delete(evicted)
-        if not pages:
-            return None
-        started = rows[:booked]
-        ticket = core.disk.put(pages)
-        ticket.add_done_callback(
-            lambda statuses: self._written(started, statuses, booked, then_evict)
+            slots = core.index.slot(rows, Tier.HOST).tolist()
+        return self.writer.start(
+            rows, slots, lambda ended: self._release(Tier.HOST, ended, evict=then_evict)
         )
+
+    def spill(self, rows: Rows, *, then_evict: bool, deadline: float) -> WriteTicket | None:
+        """Write pinned device pages to disk by way of staging memory.
+
+        For when pages in use fill the host tier.  The pins end as in ``write_down``.
+        """
+        core = self._core
+        ticket: WriteTicket | None = None
+        for start in range(0, len(rows), len(core.staging_slots)):
+            batch = rows[start : start + len(core.staging_slots)]
+            slots = self._take_staging(len(batch), deadline) if core.disk is not None else None
+            if slots is None or not self._copy_down(batch, slots, deadline, self._give_staging):
+                with core.lock:
+                    self._release(Tier.DEVICE, batch, evict=then_evict)
+                continue
+            slot_of = dict(zip(batch.tolist(), slots, strict=True))
+            ticket = self.writer.start(batch, slots, partial(self._spilled, slot_of, then_evict))
         return ticket
 
     def write_behind(self, headroom: float = 0.25) -> None:
@@ -108,7 +112,7 @@ class Transfers:
                 return
             victims = planner.victims(Tier.HOST, wanted)
             core.index.unpin(victims.clean, Tier.HOST)
-            self._moving[Tier.HOST] += len(victims.dirty)
+            self.begin_moves(Tier.HOST, len(victims.dirty))
         if len(victims.dirty):
             self.write_down(victims.dirty, then_evict=False)
 
@@ -124,24 +128,17 @@ class Transfers:
                 fits = min(core.planner.free(Tier.HOST), len(rows))
                 slots = core.planner.take(Tier.HOST, fits) or []
         moved = rows[: len(slots)]
-        with core.lock:
-            sources = [core.slot(row, Tier.DEVICE) for row in moved.tolist()]
-        self._save.copy(
-            [
-                CopyOp(core.host_memory[target], core.pool.page(source))
-                for target, source in zip(slots, sources, strict=True)
-            ]
-        )
-        if not self._finish_copy(Tier.HOST, slots, deadline):
+        give_back = partial(core.planner.give_back, Tier.HOST)
+        if not self._copy_down(moved, slots, deadline, give_back):
             return moved[:0]
         with core.lock:
             core.planner.install(Tier.HOST, moved, slots)
             core.count_bytes(moved, Tier.DEVICE, Tier.HOST)
         return moved
 
-    def begin_moves(self, count: int) -> None:
-        """Count pages that a caller of ``write_down`` has pinned.  Call with the lock held."""
-        self._moving[Tier.HOST] += count
+    def begin_moves(self, tier: Tier, count: int) -> None:
+        """Count pages pinned for ``write_down`` or ``spill``.  Call with the lock held."""
+        self._moving[tier] += count
 
     def forget_removed(self) -> None:
         """Take in which pages the disk tier dropped by itself (damaged, or its room reused)."""
@@ -159,14 +156,14 @@ class Transfers:
         """Raise AssertionError when a move was lost."""
         with self._core.lock:
             assert min(self._moving.values()) >= 0, f"{self._moving} pages moving"
+            free = len(set(self._staging))
+            assert free == len(self._staging) <= len(self._core.staging_slots), "staging slots"
 
-    def limbo_slots(self, tier: Tier) -> int:
-        """Return how many slots wait for a copy that missed its deadline."""
-        return sum(len(slots) for _, t, slots in self._limbo if t is tier)
-
-    def park(self, over: Callable[[], bool], tier: Tier, slots: list[int]) -> None:
-        """Keep held slots out of use until ``over()`` is true.  Call with the lock held."""
-        self._limbo.append((over, tier, slots))
+    def park(
+        self, over: Callable[[], bool], slots: list[int], give_back: Callable[[list[int]], None]
+    ) -> None:
+        """Keep slots out of use until ``over()``, then give them back.  Call with the lock held."""
+        self._limbo.append((over, partial(give_back, slots), len(slots)))
 
     def _evict(self, tier: Tier, victims: Victims, deadline: float) -> None:
         core = self._core
@@ -183,60 +180,72 @@ class Transfers:
             moved = self.copy_to_host(rows, deadline)
             with core.lock:
                 core.counters.demoted_to_host += len(moved)
-                self._release(tier, rows)
+                self._release(tier, moved)
+            ticket = self.spill(rows[len(moved) :], then_evict=True, deadline=deadline)
+            if ticket is not None:
+                ticket.wait(max(0.0, deadline - core.clock()))
 
-    def _release(self, tier: Tier, rows: Rows) -> None:
-        """End a move: give the copies up unless somebody else uses them by now."""
+    def _release(self, tier: Tier, rows: Rows, *, evict: bool = True) -> None:
+        """End a move: unpin, giving the copies up unless somebody else uses them by now."""
         core = self._core
-        leaving = [row for row in rows.tolist() if core.index.pins([row], tier)[0] == 1]
-        alone = 1 << tier
-        lost = sum(int(r) == alone for r in core.index.residency(np.asarray(leaving, np.int32)))
-        core.counters.dropped_pages += lost
-        core.planner.evict(tier, leaving)
+        if evict:
+            leaving = [row for row in rows.tolist() if core.index.pins([row], tier)[0] == 1]
+            alone = 1 << tier
+            held = core.index.residency(np.asarray(leaving, np.int32))
+            core.counters.dropped_pages += int(np.count_nonzero(held == alone))
+            core.planner.evict(tier, leaving)
         core.index.unpin(rows, tier)
         self._moving[tier] -= len(rows)
         core.settled.notify_all()
 
-    def _written(
-        self, rows: Rows, statuses: Sequence[WriteStatus], booked: int, then_evict: bool
-    ) -> None:
-        """Take a write's outcome in; runs on the disk tier's writer thread."""
+    def _spilled(self, slot_of: dict[int, int], then_evict: bool, rows: Rows) -> None:
+        """End the move of pages that went through staging memory."""
+        self._give_staging([slot_of[row] for row in rows.tolist()])
+        self._release(Tier.DEVICE, rows, evict=then_evict)
+
+    def _take_staging(self, count: int, deadline: float) -> list[int] | None:
+        """Return free staging slots, waiting for them; None when time is up."""
         core = self._core
         with core.lock:
-            good = [row for row, s in zip(rows.tolist(), statuses, strict=True) if s in _WRITTEN]
-            self.writing.difference_update(rows.tolist())
-            if booked:
-                core.planner.settle_disk(good, booked)
-            core.count_bytes(good, Tier.HOST, Tier.DISK)
-            core.counters.demoted_to_disk += len(good)
-            core.counters.write_failures += len(rows) - len(good)
-            if then_evict:
-                self._release(Tier.HOST, rows)
-            else:
-                core.index.unpin(rows, Tier.HOST)
-                self._moving[Tier.HOST] -= len(rows)
-                core.settled.notify_all()
+            while len(self._staging) < count:
+                self._reap()
+                remaining = deadline - core.clock()
+                if remaining <= 0 or not core.settled.wait(remaining):
+                    return None
+            taken, self._staging = self._staging[:count], self._staging[count:]
+            return taken
 
-    def _page_write(self, row: int) -> PageWrite:
-        core = self._core
-        group = core.spec.groups[core.group_of(row)]
-        payload = core.arena.slot(core.slot(row, Tier.HOST))[: group.page_bytes]
-        return PageWrite(info=core.page_info(row), payload=payload, layer_bytes=group.layer_bytes)
+    def _give_staging(self, slots: list[int]) -> None:
+        self._staging += slots
 
-    def _finish_copy(self, tier: Tier, slots: list[int], deadline: float) -> bool:
-        """Wait for the copies into held slots; give the slots back if they failed."""
+    def _copy_down(
+        self,
+        rows: Rows,
+        slots: list[int],
+        deadline: float,
+        give_back: Callable[[list[int]], None],
+    ) -> bool:
+        """Copy device pages into slots of host memory; give those back if that failed."""
         core = self._core
+        with core.lock:
+            sources = core.index.slot(rows, Tier.DEVICE).tolist()
+        self._save.copy(
+            [
+                CopyOp(core.host_memory[target], core.pool.page(source))
+                for target, source in zip(slots, sources, strict=True)
+            ]
+        )
         event = self._save.record()
         try:
             if event.wait(max(0.0, deadline - core.clock())):
                 return True
         except DeviceError:
             with core.lock:
-                core.planner.give_back(tier, slots)
+                give_back(slots)
             return False
         with core.lock:
             core.counters.late_copies += len(slots)
-            self.park(event.done, tier, slots)
+            self.park(event.done, slots, give_back)
         return False
 
     def _wait_for_moves(self, tier: Tier, deadline: float) -> bool:
@@ -250,8 +259,8 @@ class Transfers:
         return self._moving[tier] > 0 and remaining > 0 and core.settled.wait(remaining)
 
     def _reap(self) -> None:
-        """Give back the slots of copies that missed their deadline and are over now."""
+        """Give back the slots of operations that missed their deadline and are over now."""
         done = [entry for entry in self._limbo if entry[0]()]
         for entry in done:
             self._limbo.remove(entry)
-            self._core.planner.give_back(entry[1], entry[2])
+            entry[1]()
