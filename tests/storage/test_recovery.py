@@ -7,39 +7,18 @@ import errno
 import random
 import shutil
 
-import numpy as np
 import pytest
+from small_tier import HIT, MISS, SIZE, SLOT, put, read
 
-from tierkv.storage.aligned import aligned_empty
-from tierkv.storage.ssd import ReadStatus, SsdTier, WriteStatus
+from tierkv.storage.ssd import SsdTier, WriteStatus
 from tierkv.storage.testing import (
-    TEST_NAMESPACE,
     CrashBackend,
     FaultyBackend,
     Gate,
     kill_image,
     make_page,
-    page_bytes,
     page_key,
 )
-
-SIZE = 16 << 10
-SLOT = SIZE + 4096
-HIT, MISS, CORRUPT = ReadStatus.HIT, ReadStatus.MISS, ReadStatus.CORRUPT
-
-
-def put(tier, *numbers, version=0):
-    return tier.put([make_page(n, SIZE, version=version) for n in numbers]).wait(20)
-
-
-def read(tier, *numbers, version=0):
-    outs = [aligned_empty(SIZE) for _ in numbers]
-    statuses = tier.read([page_key(n) for n in numbers], outs, namespace=TEST_NAMESPACE)
-    for number, out, status in zip(numbers, outs, statuses, strict=True):
-        if status is HIT:
-            assert np.array_equal(out, page_bytes(number, SIZE, version))
-    return statuses
-
 
 # -- unclean stops -----------------------------------------------------------------------
 
