@@ -171,6 +171,18 @@ def test_memory_only_stores_drop_what_does_not_fit(open_store):
     assert not store.flush().ok
 
 
+def test_bytes_moved_are_counted_in_every_direction(open_store, tmp_path):
+    store = open_store(path=tmp_path / "s")
+    turn(store, list(range(16)))
+    assert store.flush().ok
+    store.close()
+    store = open_store(path=tmp_path / "s")
+    turn(store, [*range(16), 1], finish=False)
+    tiers, size = store.stats().tiers, 4 * FULL.slot_bytes
+    assert tiers["disk"].bytes_out == tiers["host"].bytes_in == size
+    assert tiers["host"].bytes_out == tiers["device"].bytes_in == size
+
+
 def test_found_tokens_are_counted_by_tier(open_store):
     store = open_store(FULL, device=8, host=8, disk=64)
     talks = [[1000 * i + j for j in range(16)] for i in range(6)]

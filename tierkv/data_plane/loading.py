@@ -269,6 +269,8 @@ class Loader:
             core.planner.install(Tier.DEVICE, rows, targets[: len(rows)])
             claims.move([row for row in batch if row not in partial], Tier.DEVICE)
             core.counters.promoted_pages += len(rows)
+            from_host = [row for row in copied if sources.tier(row) is Tier.HOST]
+            core.count_bytes(from_host, Tier.HOST, Tier.DEVICE)
             # Enqueued under the lock: whoever sees a page resident also sees it arriving.
             arrival = Arrival(rows, sources, self._copy_layers(moves))
             self._arriving.update(dict.fromkeys(rows, arrival))
