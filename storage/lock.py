@@ -56,10 +56,12 @@ class DirectoryLock:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
-            kind = StoreReadOnlyError if error.errno == errno.EROFS else StoreError
-            raise kind(
-                f"{path}: cannot be opened for writing ({error.strerror}); "
-                "check permissions, or open the store with read_only=True"
+            if error.errno == errno.EROFS:
+                raise StoreReadOnlyError(
+                    f"{path}: on a read-only filesystem; open the store with read_only=True"
+                ) from error
+            raise StoreError(
+                f"{path}: cannot be opened for writing ({error.strerror}); check permissions"
             ) from error
         try:
             taken = _take(fd)
@@ -74,7 +76,7 @@ class DirectoryLock:
             os.close(fd)
             raise StoreLockedError(
                 f"{os.path.dirname(path)}: in use by process {owner.pid} on {owner.host}; "
-                "close that store first, or open this one with read_only=True",
+                "close that store first",
                 pid=owner.pid,
                 host=owner.host,
                 since=owner.since,

@@ -251,7 +251,7 @@ def _find_to_read(
         return _Found(*found, 0, 0, clean=mark is not None)
     scan = scan_slabs(slot_io, slabs, config.io_threads)
     index = MemoryIndex(scan.records)
-    return _Found(index, _with_sums(index, scan), scan.max_seq, 0, clean=False)
+    return _Found(index, _with_sums(index, scan), scan.max_seq, 0, clean=not slabs)
 
 
 def _with_sums(index: MemoryIndex, scan: Scan) -> Loaded:

@@ -198,12 +198,15 @@ class SlabFiles:
         self.meta = meta
 
     def _probe_direct(self) -> bool:
-        """Try O_DIRECT once, on a scratch file (or on a slab, when nothing may be written)."""
+        """Try O_DIRECT once, on a scratch file (or on a slab, when nothing may be written).
+
+        True when there is neither: nothing will be read, and nothing is refused.
+        """
         path = os.path.join(self._layout.slabs, ".probe")
         if not self._write:
             slabs = [s for s in self.meta.slabs if s.state != "dropped"]
             if not slabs:
-                return False
+                return True
             path = self._layout.slab(slabs[0].id)
         buffer = aligned_empty(ALIGNMENT)
         try:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tierkv.errors import InvalidInputError
-from tierkv.units import format_bytes, parse_bytes
+from tierkv.units import format_bytes, parse_bytes, suggest_bytes
 
 
 @pytest.mark.parametrize(
@@ -52,3 +54,25 @@ def test_what_is_no_budget_is_refused_by_name(value) -> None:
 )
 def test_bytes_are_written_with_three_digits_and_no_exponent(count, text) -> None:
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (1, "1B"),
+        (1023, "1023B"),
+        (1024, "1KiB"),
+        (1025, "1.1KiB"),
+        (7_683_440_640, "7.2GiB"),
+        ((1 << 30) - 1, "1024MiB"),
+        (3 << 29, "1.5GiB"),
+        (5000 << 40, "5000TiB"),
+    ],
+)
+def test_a_suggested_budget_is_short(count, text) -> None:
+    assert suggest_bytes(count) == text
+
+
+@given(st.integers(1, 1 << 50))
+def test_a_suggested_budget_suffices_and_is_no_tenth_too_large(count) -> None:
+    assert count <= parse_bytes(suggest_bytes(count)) <= count * 1.1 + 1

@@ -82,6 +82,10 @@ class StoreClosedError(TierKVError, RuntimeError):
     """The store, tier or sequence was used after it was closed."""
 
 
+class SequenceEndedError(StoreClosedError):
+    """The sequence was used after it was finished or abandoned; its store may be open."""
+
+
 class ForkError(TierKVError, RuntimeError):
     """A store was used in a child process that inherited it through fork()."""
 

@@ -15,14 +15,14 @@ from tierkv.devices.base import CopyOp, DeviceError
 from tierkv.errors import (
     InvalidInputError,
     PoolExhaustedError,
+    SequenceEndedError,
     SequenceTooLongError,
-    StoreClosedError,
 )
 from tierkv.identity.keys import as_tokens
 from tierkv.identity.spec import GroupKind
 from tierkv.stats import CommitReport, Found
 from tierkv.tiers import Tier
-from tierkv.units import format_bytes
+from tierkv.units import format_bytes, suggest_bytes
 
 if TYPE_CHECKING:
     from tierkv.data_plane.core import Core
@@ -307,7 +307,7 @@ class Sequence:
 
     def _must_run(self) -> None:
         if self._ended:
-            raise StoreClosedError("the sequence has ended; begin a new one")
+            raise SequenceEndedError("the sequence has ended; begin a new one")
 
 
 def check_fits(core: Core, tokens: int) -> None:
@@ -327,5 +327,5 @@ def check_fits(core: Core, tokens: int) -> None:
             f"sequence of {tokens} tokens: needs {needed} pages ({parts}) of "
             f"{format_bytes(spec.slot_bytes)} = {format_bytes(needed * spec.slot_bytes)}, but the "
             f"device pool has {slots} ({format_bytes(slots * spec.slot_bytes)}); give "
-            f"device='{needed * spec.slot_bytes}' or more, or shorten the sequence"
+            f"device='{suggest_bytes(needed * spec.slot_bytes)}' or more, or shorten the sequence"
         )

@@ -45,6 +45,19 @@ def parse_bytes(value: int | str, *, name: str = "budget") -> int:
     return count
 
 
+def suggest_bytes(count: int) -> str:
+    """Return a budget of at least ``count`` bytes, as one would write it (``7.2GiB``).
+
+    Rounded up to a tenth of its unit; ``parse_bytes`` reads it.
+    """
+    factor, unit = 1, "B"
+    for power, name in enumerate(("KiB", "MiB", "GiB", "TiB"), 1):
+        if count >= 1024**power:
+            factor, unit = 1024**power, name
+    whole, tenth = divmod(-(-10 * count // factor), 10)
+    return f"{whole}.{tenth}{unit}" if tenth else f"{whole}{unit}"
+
+
 def format_bytes(count: float) -> str:
     """Return a byte count with a binary unit, three significant digits (``1.41 MiB``)."""
     size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]

@@ -11,11 +11,19 @@ def test_clears_when_told_yes(run, filled) -> None:
     assert cleared.json["pages"] == 10
     assert cleared.json["cleared"] is True
     assert list((filled.path / "slabs").iterdir()) == []
-    assert run("stat", filled.path, "--json").json["tiers"]["disk"]["pages"] == 0
+    disk = run("stat", filled.path, "--json").json["tiers"]["disk"]
+    assert (disk["pages"], disk["clean"]) == (0, True)
+    assert "not closed in order" not in run("stat", filled.path).out
     assert run("ls", filled.path, "--json").json["total"] == 0
     with filled.open() as tier:  # still a store, ready for use
         filled.put(tier, filled.chain("new", 2))
     assert run("verify", filled.path, "--json").json["pages"] == 2
+
+
+def test_verify_of_an_emptied_store_does_not_warn(run, filled, caplog) -> None:
+    assert run("clear", filled.path, "--yes").status == 0
+    assert run("verify", filled.path).status == 0
+    assert not caplog.records
 
 
 def test_asks_first(run, filled) -> None:
@@ -32,6 +40,7 @@ def test_refuses_a_store_in_use(run, filled) -> None:
         refused = run("clear", filled.path, "--yes")
         assert refused.status == 2
         assert "in use by process" in refused.err
+        assert refused.err.rstrip().endswith("close that store first")
         assert all(tier.contains([filled.key("a/0")]))
 
 

@@ -13,6 +13,7 @@ from tierkv import (
     InvalidInputError,
     NamespaceMismatchError,
     NotAStoreError,
+    SequenceEndedError,
     Store,
     StoreClosedError,
     StoreLockedError,
@@ -185,8 +186,10 @@ def test_a_layer_is_reached_only_through_its_gate(open_store):
     with pytest.raises(StoreClosedError, match="outside"):
         layer.read()
     sequence.abandon()
-    with pytest.raises(StoreClosedError, match="ended"):
+    with pytest.raises(SequenceEndedError, match="ended"):
         sequence.gate.layer(0)
+    with pytest.raises(SequenceEndedError, match="ended"):
+        sequence.finish()
 
 
 def test_use_after_close_is_an_error(open_store):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tierkv.errors import InvalidInputError, StoreClosedError
+from tierkv.errors import InvalidInputError, SequenceEndedError, StoreClosedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,10 +131,10 @@ class LayerGate:
 
         Raises:
             InvalidInputError: the spec has no such layer.
-            StoreClosedError: the sequence has ended.
+            SequenceEndedError: the sequence has ended.
         """
         if self._closed:
-            raise StoreClosedError("the sequence has ended; begin a new one")
+            raise SequenceEndedError("the sequence has ended; begin a new one")
         view = self._views.get(layer)
         if view is None:
             if layer not in self._layer_to_group:
@@ -161,7 +161,7 @@ class LayerGate:
     def enter(self, layer: int) -> None:
         """Order the compute stream after the transfers of ``layer``."""
         if self._closed:
-            raise StoreClosedError("the sequence has ended; begin a new one")
+            raise SequenceEndedError("the sequence has ended; begin a new one")
         for event in self._arriving.pop(layer, ()):
             self._device.compute.wait(event, self._timeout_s)
 
