@@ -45,7 +45,7 @@ bench-quick: install  ## run each benchmark once, small (about two minutes)
 	@$(BIN)/python benchmarks/tiers.py --quick
 	@$(BIN)/python benchmarks/control_plane.py --pages 10000 --rounds 3
 
-clean:  ## remove .venv, caches and what the demo left behind
+clean:  ## remove .venv, caches here and demo-store; leaves converted models in ~/.cache/tierkv
 	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache demo-store bench-data
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 

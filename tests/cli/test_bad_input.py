@@ -119,3 +119,9 @@ def test_a_store_that_may_only_be_read_is_not_changed(
 def test_no_argument_is_a_usage_error(run) -> None:
     assert run("stat").status == 2
     assert run("frobnicate").status == 2
+
+
+def test_a_choice_that_is_none_is_told_with_the_choices(run, filled) -> None:
+    result = run("ls", filled.path, "--tier", "foo")
+    assert result.status == 2
+    assert "Invalid value for '--tier': 'foo' is not one of 'device'" in result.err

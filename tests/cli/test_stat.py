@@ -15,6 +15,7 @@ def test_a_store_at_rest_shows_its_disk_tier_only(run, filled) -> None:
     disk = status["tiers"]["disk"]
     assert disk["pages"] == 10
     assert disk["pinned"] == 0
+    assert disk["payload_bytes"] == 10 * filled.payload_bytes
     assert 10 * filled.payload_bytes <= disk["used_bytes"] <= disk["capacity_bytes"]
     for name in ("device", "host"):
         tier = status["tiers"][name]
@@ -25,8 +26,11 @@ def test_table_for_people(run, filled) -> None:
     result = run("stat", filled.path)
     assert result.status == 0
     assert "not open" in result.out
-    for word in ("device", "host", "disk", "CAPACITY", "PINNED", "FOUND"):
+    for word in ("device", "host", "disk", "ALLOCATED", "PINNED", "HELD", "FOUND"):
         assert word in result.out
+    assert "CAPACITY" not in result.out
+    [disk] = [line.split() for line in result.out.splitlines() if line.startswith("disk")]
+    assert disk[-6:] == ["10", "-", "-", "-", "-", "-"]
 
 
 def test_a_store_held_in_this_machine_names_its_owner(run, filled) -> None:
@@ -42,10 +46,12 @@ def test_a_store_held_in_this_machine_names_its_owner(run, filled) -> None:
 def test_a_running_store_answers_with_its_own_figures(run, filled) -> None:
     published = {
         "tiers": {
-            name: {"capacity_bytes": 1 << 20, "used_bytes": 1 << 19, "pages": pages, "pinned": 1}
+            name: {"capacity_bytes": 1 << 20, "used_bytes": 1 << 19, "pages": pages}
+            | {"pinned": 1, "held": 2}
             for name, pages in (("device", 3), ("host", 5), ("disk", 10))
         },
-        "counters": {"begins": 4, "found_tokens": {"host": 128, "disk": 0}},
+        "counters": {"begins": 4, "late_copies": 1, "delay_hits": 0}
+        | {"found_tokens": {"host": 128, "disk": 0}},
         "sequences": 2,
     }
     with filled.open(), LiveFile.create(filled.path / "live") as live:
@@ -57,8 +63,11 @@ def test_a_running_store_answers_with_its_own_figures(run, filled) -> None:
         assert status["counters"]["begins"] == 4
         assert status["sequences"] == 2
         text = run("stat", filled.path).out
-        assert "begins 4" in text
-        assert "found_tokens.host 128" in text
+        assert "CAPACITY" in text
+        assert "begins 4, late copies 1" in text
+        assert "found_tokens" not in text
+        [device] = [line.split() for line in text.splitlines() if line.startswith("device")]
+        assert device[-7:] == ["1", "2", "0", "0", "B", "0", "B"]
     after = run("stat", filled.path, "--json").json
     assert (after["open"], after["live"]) == (False, False)
 

@@ -66,7 +66,7 @@ def test_storage_imports_no_torch(fast_dir):
 
 def test_a_second_owner_is_refused(open_tier, fast_dir):
     tier = open_tier()
-    with pytest.raises(StoreLockedError, match="close that store first$") as caught:
+    with pytest.raises(StoreLockedError, match=r"close that store first$") as caught:
         open_tier()
     assert caught.value.pid == os.getpid()
     assert caught.value.host

@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 
 from tierkv.cli import demo, demo_text  # noqa: E402
 from tierkv.cli.demo_report import TurnResult, summarise  # noqa: E402
-from tierkv.errors import InvalidInputError  # noqa: E402
+from tierkv.errors import InvalidInputError, StoreError  # noqa: E402
 from tierkv.stats import Found  # noqa: E402
 
 SMALL: dict[str, Any] = {
@@ -55,6 +55,14 @@ def test_every_turn_is_told_and_written(
     assert shown.count(" equal") >= 6
     assert "opened again" in shown
     assert "TIER" in shown
+    assert "since it was opened again" in shown
+    lines = shown.splitlines()
+    assert len({len(text) for text in lines if text.startswith("---")}) == 1
+    turns = [text.split() for text in lines if text.endswith(" equal")]
+    assert [t[-2] == "-" for t in turns] == [t[1] == "1" for t in turns]
+    store = tmp_path / "store"
+    assert lines[-1].startswith(f"The store stays in {store}: try ")
+    assert lines[-1].endswith(f"tierkv verify {store}")
 
 
 def test_one_different_token_fails_the_demo(
@@ -87,6 +95,19 @@ def test_the_default_directory_is_emptied_first(
 def test_a_budget_that_is_none_is_refused_before_anything_is_loaded() -> None:
     with pytest.raises(InvalidInputError, match="device"):
         demo.run_demo(model="nowhere", device="much")
+
+
+def test_a_directory_that_is_no_store_is_refused_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    letter = tmp_path / "demo-store" / "to-mum.txt"
+    letter.parent.mkdir()
+    letter.write_text("dear mum")
+    for directory in (None, letter.parent, letter):
+        with pytest.raises(StoreError, match=str((directory or letter.parent).name)):
+            demo.run_demo(model="nowhere", directory=directory)
+    assert letter.read_text() == "dear mum"
 
 
 class Letters:

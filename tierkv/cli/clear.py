@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from tierkv.cli.output import JsonOption, console, print_json
+from tierkv.cli.output import JsonOption, console, counted, print_json
 from tierkv.errors import InvalidInputError
 from tierkv.units import format_bytes
 
@@ -29,11 +29,11 @@ def clear(
     if not yes:
         if as_json:
             raise InvalidInputError("clear --json does not ask; say --yes to remove all pages")
-        typer.confirm(f"Remove all {pages} pages in {directory}?", abort=True)
+        typer.confirm(f"Remove {counted(pages, 'page')} from {directory}?", abort=True)
     report = clear_directory(directory)
     if as_json:
         removed = {"pages": pages, "slabs": report.slabs, "bytes": report.bytes}
         print_json({"directory": str(directory), "cleared": True, **removed})
     else:
         space = format_bytes(report.bytes)
-        console().print(f"{pages} pages removed, {space} given back", markup=False)
+        console().print(f"{counted(pages, 'page')} removed, {space} given back", markup=False)

@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 from tierkv.cli.demo_report import (
     TurnResult,
+    divider,
     header,
     line,
     show_summary,
+    show_ways_on,
     summarise,
     write_json,
 )
 from tierkv.cli.demo_text import QUESTIONS, Dialogue, documents
-from tierkv.cli.output import console
-from tierkv.errors import InvalidInputError, NotAStoreError
+from tierkv.cli.output import console, counted
+from tierkv.cli.stat import collect, describe_owner, show
+from tierkv.errors import InvalidInputError, StoreLockedError
 from tierkv.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -82,8 +85,8 @@ def run_demo(
     texts = documents(tokenizer, count=conversations, tokens=doc_tokens, seed=seed)
     run = _Run(network, [Dialogue(tokenizer, text) for text in texts], new_tokens)
     out.print(
-        f"{model}, float32: {conversations} conversations over documents of {doc_tokens} tokens, "
-        f"{turns} turns each; device {device}, host {host}, disk {disk} in {place}\n",
+        f"{model}, float32: {counted(conversations, 'conversation')} over documents of "
+        f"{counted(doc_tokens, 'token')}, {counted(turns, 'turn')} each; device {device}, host {host}, disk {disk} in {place}\n",
         soft_wrap=True,
         markup=False,
     )
@@ -95,7 +98,7 @@ def run_demo(
         if not session:
             continue
         if number and reopen_after:
-            out.print("-- store closed and opened again --".center(80), style="dim")
+            out.print(divider("store closed and opened again"), style="dim", soft_wrap=True)
         with _attached(network, place, budgets, self_check=not run.results) as kv:
             for turn in session:
                 # There and back, so that the nearer tiers have something to give as well.
@@ -106,10 +109,15 @@ def run_demo(
                     out.print(line(run.results[-1]), soft_wrap=True, markup=False)
             kv.store.flush()
             kv.check()
-            status = _occupancy(place)
+            status = collect(place)
     summary = summarise(run.results, reopened=bool(reopen_after))
     show_summary(out, summary)
-    _show_occupancy(status)
+    if reopen_after:
+        out.print("\nThe store at the end; its figures count since it was opened again:")
+    else:
+        out.print("\nThe store at the end:")
+    show(status)
+    show_ways_on(out, place)
     if json_path is not None:
         extra = {"summary": summary, "model": model, "directory": str(place), "stat": status}
         write_json(json_path, run.results, extra)
@@ -195,14 +203,27 @@ class _FirstToken:
 
 
 def _prepared(directory: Path | None) -> Path:
-    """Return the store's directory; the demo's own default one is emptied."""
-    if directory is not None:
-        return directory
+    """Return the store's directory; the demo's own default one is emptied.
+
+    Raises:
+        StoreError: the directory holds something else, or another process has it open.
+    """
+    from tierkv.cli.directory import owner_of
     from tierkv.storage.clearing import clear_directory
 
-    with contextlib.suppress(NotAStoreError):
-        clear_directory(DEFAULT_DIRECTORY)
-    return DEFAULT_DIRECTORY
+    place = directory or DEFAULT_DIRECTORY
+    # Asked before anything is loaded.  An empty directory is not a store yet, but can be.
+    if place.exists() and not (place.is_dir() and not any(place.iterdir())):
+        owner = owner_of(place)
+        if owner is not None:
+            raise StoreLockedError(
+                f"{place}: open in {describe_owner(owner.as_dict())}; close that store first, "
+                "or choose another --directory",
+                **owner.as_dict(),
+            )
+        if directory is None:
+            clear_directory(place)
+    return place
 
 
 def _load(model: str) -> tuple[Any, Any]:
@@ -233,15 +254,3 @@ def _attached(model: Any, place: Path, budgets: Budgets, *, self_check: bool) ->
         self_check=self_check,
     ) as kv:
         yield kv
-
-
-def _occupancy(place: Path) -> dict[str, Any]:
-    from tierkv.cli.stat import collect
-
-    return collect(place)
-
-
-def _show_occupancy(status: dict[str, Any]) -> None:
-    from tierkv.cli.stat import show
-
-    show(status)

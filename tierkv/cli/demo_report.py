@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 import statistics
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tierkv.cli.output import counted
 from tierkv.stats import Found
 
 if TYPE_CHECKING:
@@ -26,6 +30,7 @@ _COLUMNS = (
     ("speed-up", 8),
     ("tokens", 9),
 )
+_WIDTH = sum(width + 1 for _, width in _COLUMNS) - 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +73,12 @@ def header() -> str:
     """Return the heading of the lines."""
     groups = " " * 26 + "tokens found in".center(23)
     names = " ".join(name.rjust(width) for name, width in _COLUMNS)
-    return f"{groups}\n{names}\n{'-' * len(names)}"
+    return f"{groups}\n{names}\n{'-' * _WIDTH}"
+
+
+def divider(text: str) -> str:
+    """Return a text in the middle of a line as wide as the table."""
+    return f" {text} ".center(_WIDTH, "-")
 
 
 def line(result: TurnResult) -> str:
@@ -83,7 +93,7 @@ def line(result: TurnResult) -> str:
         result.computed,
         f"{result.ttft_s:.3f} s",
         f"{result.recompute_s:.3f} s",
-        f"{result.speedup:.1f}x",
+        f"{result.speedup:.1f}x" if result.found.total else "-",
         "equal" if result.tokens_equal else "DIFFERENT",
     )
     pairs = zip(cells, _COLUMNS, strict=True)
@@ -109,11 +119,27 @@ def show_summary(out: Console, summary: dict[str, Any]) -> None:
     share = 100 * summary["found_tokens"] / summary["prompt_tokens"]
     verdict = "all tokens equal" if summary["tokens_equal"] else "SOME TOKENS DIFFER"
     out.print(
-        f"\n{summary['turns']} turns, {verdict}; {share:.0f} % of the prompts' tokens were found; "
+        f"\n{counted(summary['turns'], 'turn')}, {verdict}; {share:.0f} % of the prompts' tokens were found; "
         f"later turns start {summary['median_speedup']:.1f} times sooner (median)",
         style="bold green" if summary["tokens_equal"] else "bold red",
         soft_wrap=True,
     )
+
+
+def show_ways_on(out: Console, place: Path) -> None:
+    """Print what can be done with the store that stays behind."""
+    directory, program = shlex.quote(str(place)), shlex.quote(_program())
+    ways = ", ".join(f"{program} {command} {directory}" for command in ("stat", "ls", "verify"))
+    out.print(f"\nThe store stays in {place}: try {ways}", soft_wrap=True, markup=False)
+
+
+def _program() -> str:
+    """Return how to call tierkv from here: by name, or by its path when it is not on PATH."""
+    beside = Path(sys.executable).parent / "tierkv"
+    if shutil.which("tierkv") or not beside.exists():
+        return "tierkv"
+    here = Path.cwd()
+    return str(beside.relative_to(here) if beside.is_relative_to(here) else beside)
 
 
 def write_json(path: Path, results: list[TurnResult], extra: dict[str, Any]) -> None:

@@ -102,7 +102,7 @@ def disk_stats(tier: SsdTier) -> dict[str, Any]:
         "used_bytes": stats.used_bytes,
         "capacity_pages": slots if stats.slabs else 0,
         "pages": stats.pages,
-        "page_bytes": stats.page_bytes,
+        "payload_bytes": stats.page_bytes,
         "slabs": stats.slabs,
         "slab_bytes": stats.slab_bytes,
         "clean": stats.clean_open,

@@ -21,6 +21,10 @@ class ErrorReportingGroup(TyperGroup):
         """Run a command; known errors end the process with status 2 and no traceback."""
         try:
             return super().invoke(ctx)
+        except typer.BadParameter as error:
+            # Some versions of Typer put the kind of the exception in front of what is wrong.
+            error.message = error.message.removeprefix("Value error, ")
+            raise
         except BrokenPipeError:
             raise  # the reader of our output has gone: not an error of ours
         except (TierKVError, OSError) as error:

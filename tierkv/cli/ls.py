@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from tierkv.cli.namespaces import Names
-from tierkv.cli.output import JsonOption, console, format_age, print_json, table
+from tierkv.cli.output import JsonOption, console, counted, format_age, print_json, table
 from tierkv.cli.pages import (
     ChainRow,
     PageFilter,
@@ -98,7 +98,7 @@ def _show_pages(
             str(row.hits),
         )
     _print(made, [row.info.namespace for row in shown], names)
-    _print_summary("pages", len(shown), len(rows), total_bytes)
+    _print_summary("page", len(shown), len(rows), total_bytes)
 
 
 def _show_chains(
@@ -129,7 +129,7 @@ def _show_chains(
             str(row.hits),
         )
     _print(made, [row.leaf.info.namespace for row in shown], names)
-    _print_summary("sequences", len(shown), len(rows), None)
+    _print_summary("sequence", len(shown), len(rows), None)
 
 
 def _envelope(directory: Path, digests: Sequence[bytes], names: Names) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _print(made: Any, digests: Sequence[bytes], names: Names) -> None:
 
 
 def _print_summary(what: str, shown: int, total: int, total_bytes: int | None) -> None:
-    text = f"{total} {what}"
+    text = counted(total, what)
     if total_bytes is not None:
         text += f", {format_bytes(total_bytes)}"
     if shown < total:

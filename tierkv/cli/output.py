@@ -60,6 +60,11 @@ def table(*columns: str, title: str | None = None, right: Iterable[str] = ()) ->
     return made
 
 
+def counted(count: int, thing: str) -> str:
+    """Return a count and what it counts: ``1 page``, ``2 pages``."""
+    return f"{count} {thing}" if count == 1 else f"{count} {thing}s"
+
+
 def format_age(seconds: float) -> str:
     """Return a duration with one unit: ``12s``, ``3m``, ``5h``, ``9d``."""
     if seconds < 0:  # written by a machine whose clock was ahead

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +24,12 @@ _COUNTS = (
     "bytes_in",
     "bytes_out",
 )
+_LEGEND = (
+    "HELD: slots that running sequences hold; FOUND: tokens of prompts found in the tier; "
+    "IN, OUT: bytes moved"
+)
+_TEXT_COLUMNS = 88
+_JOINED = "\N{NO-BREAK SPACE}"
 
 
 def stat(
@@ -70,31 +77,36 @@ def show(status: dict[str, Any]) -> None:
     """Print a status for people."""
     out = console()
     out.print(_headline(status), markup=False, soft_wrap=True)
-    made = table(
-        *("TIER", "USED", "CAPACITY", "FULL", "PAGES", "PINNED", "FOUND", "IN", "OUT"),
-        right=("USED", "CAPACITY", "FULL", "PAGES", "PINNED", "FOUND", "IN", "OUT"),
-    )
+    live = status["live"]
+    # At rest there is no budget, only the slab files that are there.
+    size = "CAPACITY" if live else "ALLOCATED"
+    numbers = ("USED", size, "FULL", "PAGES", "PINNED", "HELD", "FOUND", "IN", "OUT")
+    made = table("TIER", *numbers, right=numbers)
     for name, tier in status["tiers"].items():
-        capacity = tier["capacity_bytes"]
-        known = name == "disk" or status["live"]
-        made.add_row(
-            name,
-            format_bytes(tier["used_bytes"]) if known else "-",
-            format_bytes(capacity) if known else "not open",
-            f"{100 * tier['used_bytes'] / capacity:.0f}%" if capacity else "-",
-            str(tier["pages"]),
-            str(tier["pinned"]),
-            str(tier["hit_tokens"]),
-            format_bytes(tier["bytes_in"]),
-            format_bytes(tier["bytes_out"]),
-        )
+        made.add_row(name, *_at_hand(tier, name == "disk" or live), *_since_opening(tier, live))
     out.print(made)
-    out.print("FOUND: tokens of prompts found in the tier; IN, OUT: bytes moved", style="dim")
-    counters = _flatten(status.get("counters", {}))
-    moved = {name: value for name, value in counters.items() if value}
-    if moved:
-        text = "  ".join(f"{name} {value}" for name, value in moved.items())
-        out.print(text, markup=False)
+    if live:
+        out.print(_LEGEND, style="dim", soft_wrap=True)
+        text = _counters(status.get("counters", {}), width=min(out.width, _TEXT_COLUMNS))
+        if text:
+            out.print(text, markup=False, soft_wrap=True)
+
+
+def _at_hand(tier: dict[str, Any], known: bool) -> tuple[str, ...]:
+    """Return the cells that a tier at rest has too."""
+    if not known:
+        return ("-", "not open", "-", "-")
+    used, capacity = tier["used_bytes"], tier["capacity_bytes"]
+    full = f"{100 * used / capacity:.0f}%" if capacity else "-"
+    return (format_bytes(used), format_bytes(capacity), full, str(tier["pages"]))
+
+
+def _since_opening(tier: dict[str, Any], live: bool) -> tuple[str, ...]:
+    """Return the cells that only a running store has."""
+    if not live:
+        return ("-",) * 5
+    counts = (str(tier[name]) for name in ("pinned", "held", "hit_tokens"))
+    return (*counts, format_bytes(tier["bytes_in"]), format_bytes(tier["bytes_out"]))
 
 
 def _headline(status: dict[str, Any]) -> str:
@@ -118,11 +130,9 @@ def describe_owner(owner: dict[str, Any]) -> str:
     return text
 
 
-def _flatten(counters: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in counters.items():
-        if isinstance(value, dict):
-            flat |= _flatten(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat
+def _counters(counters: dict[str, Any], *, width: int) -> str:
+    """Return the counters that are not zero; those kept by tier are in the table."""
+    moved = {k: v for k, v in counters.items() if v and not isinstance(v, dict)}
+    # A line ends between counters only.
+    parts = [f"{k} {v}".replace("_", _JOINED).replace(" ", _JOINED) for k, v in moved.items()]
+    return textwrap.fill(", ".join(parts), width).replace(_JOINED, " ")

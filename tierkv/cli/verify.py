@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tierkv.cli.errors import EXIT_PROBLEMS
-from tierkv.cli.output import JsonOption, console, print_json
+from tierkv.cli.output import JsonOption, console, counted, print_json
 
 if TYPE_CHECKING:
     from tierkv.storage.ssd import SsdTier, VerifyReport
@@ -86,7 +86,7 @@ def _show(report: dict[str, Any]) -> None:
         out.print(text, style="red", markup=False)
     for name in report["unknown_files"]:
         out.print(f"unknown file {name} (left alone)", style="yellow", markup=False)
-    parts = [f"{report['pages']} pages checked", f"{report['bad']} bad"]
+    parts = [f"{counted(report['pages'], 'page')} checked", f"{report['bad']} bad"]
     parts += [f"{report[name]} {words}" for name, words in _WORDS.items() if report[name]]
     text = ", ".join(parts)
     if not report["ok"]:
