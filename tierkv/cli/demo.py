@@ -86,7 +86,8 @@ def run_demo(
     run = _Run(network, [Dialogue(tokenizer, text) for text in texts], new_tokens)
     out.print(
         f"{model}, float32: {counted(conversations, 'conversation')} over documents of "
-        f"{counted(doc_tokens, 'token')}, {counted(turns, 'turn')} each; device {device}, host {host}, disk {disk} in {place}\n",
+        f"{counted(doc_tokens, 'token')}, {counted(turns, 'turn')} each; "
+        f"device {device}, host {host}, disk {disk} in {place}\n",
         soft_wrap=True,
         markup=False,
     )
@@ -112,10 +113,8 @@ def run_demo(
             status = collect(place)
     summary = summarise(run.results, reopened=bool(reopen_after))
     show_summary(out, summary)
-    if reopen_after:
-        out.print("\nThe store at the end; its figures count since it was opened again:")
-    else:
-        out.print("\nThe store at the end:")
+    since = "; its figures count since it was opened again" if reopen_after else ""
+    out.print(f"\nThe store just before it was closed{since}:", soft_wrap=True)
     show(status)
     show_ways_on(out, place)
     if json_path is not None:

@@ -119,7 +119,8 @@ def show_summary(out: Console, summary: dict[str, Any]) -> None:
     share = 100 * summary["found_tokens"] / summary["prompt_tokens"]
     verdict = "all tokens equal" if summary["tokens_equal"] else "SOME TOKENS DIFFER"
     out.print(
-        f"\n{counted(summary['turns'], 'turn')}, {verdict}; {share:.0f} % of the prompts' tokens were found; "
+        f"\n{counted(summary['turns'], 'turn')}, {verdict}; {share:.0f} % of the "
+        "prompts' tokens were found; "
         f"later turns start {summary['median_speedup']:.1f} times sooner (median)",
         style="bold green" if summary["tokens_equal"] else "bold red",
         soft_wrap=True,
