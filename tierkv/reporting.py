@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierkv.errors import StoreError
 from tierkv.identity.spec import ALIGNMENT
 from tierkv.live import LIVE_NAME, PAGE_DTYPE, LiveFile
 from tierkv.stats import StoreStats, TierStats
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from tierkv.control_plane.hints import Hints
     from tierkv.data_plane.core import Core
 
+log = logging.getLogger(__name__)
 _LIST_INTERVAL_S = 1.0
 _TIERS = (Tier.DEVICE, Tier.HOST, Tier.DISK)
 
@@ -28,11 +31,12 @@ class Reporter:
     def __init__(self, core: Core, directory: Path | None) -> None:
         self._core = core
         memory_pages = core.pool.num_slots + core.planner.capacity(Tier.HOST)
-        self._live = (
-            None
-            if directory is None
-            else LiveFile.create(directory / LIVE_NAME, max_pages=memory_pages)
-        )
+        self._live: LiveFile | None = None
+        if directory is not None:
+            try:
+                self._live = LiveFile.create(directory / LIVE_NAME, max_pages=memory_pages)
+            except StoreError as error:  # nobody can watch then, but the store works
+                log.warning("statistics are not published: %s", error)
         self._listed_at = float("-inf")
         self._usage_saved_s = int(core.wall_clock())
 

@@ -156,6 +156,7 @@ class Sequence:
             for table in self._tables:
                 core.index.unpin(np.fromiter(table.shared_rows(), np.int32), Tier.DEVICE)
                 core.planner.give_back(Tier.DEVICE, table.private_slots())
+                table.clear()
             core.settled.notify_all()
         self._on_end(self)
 
@@ -179,10 +180,7 @@ class Sequence:
         core, committer = self._core, self._committer
         with core.lock:
             report = committer.commit(tokens, tails)
-            obsolete, committer.obsolete_on_disk = committer.obsolete_on_disk, []
             fresh, committer.fresh = committer.fresh, []
-        if obsolete and core.disk is not None:
-            core.disk.delete(obsolete)
         if fresh and core.write_through:
             write_pages(core, self._transfers, fresh)
         self._tokens = tokens

@@ -110,7 +110,11 @@ class Store:
         )
         directory = None if path is None else Path(path)
         core = open_core(directory, spec, namespace, options, clock=clock, wall_clock=wall_clock)
-        return cls(core, Reporter(core, directory if core.disk is not None else None))
+        try:
+            return cls(core, Reporter(core, directory if core.disk is not None else None))
+        except BaseException:
+            core.close()
+            raise
 
     @property
     def spec(self) -> CacheSpec:

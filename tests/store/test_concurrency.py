@@ -31,6 +31,12 @@ def in_threads(count, work):
 def test_threads_hold_conversations_at_once(open_store, spec):
     store = open_store(spec, device=80, host=16, disk=300)
 
+    over = threading.Event()
+
+    def watch():
+        while not over.is_set():
+            store.check()
+
     def converse(number):
         tokens = [number, *range(9)]
         found_before = 0
@@ -40,7 +46,11 @@ def test_threads_hold_conversations_at_once(open_store, spec):
             found_before = len(tokens)
             tokens = [*tokens, step, number, step]
 
+    watcher = threading.Thread(target=in_threads, args=(1, lambda _: watch()))
+    watcher.start()
     in_threads(6, converse)
+    over.set()
+    watcher.join(30)
     assert store.stats().sequences == 0
     assert store.stats().tiers["device"].held == 0
 

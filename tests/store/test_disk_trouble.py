@@ -1,6 +1,7 @@
 """A disk that fails, hangs or is full under a store at work: hits are lost, nothing else."""
 
 import errno
+import time
 from functools import partial
 
 import pytest
@@ -110,6 +111,19 @@ def test_a_sync_that_fails_is_reported_by_flush(open_store, tmp_path, disk, op):
     assert not store.flush().ok
     assert turn(store, [*talks(1)[0], 7]).total == 20
     disk.clear()
+
+
+def test_a_flush_over_a_hanging_disk_ends(open_store, tmp_path, disk):
+    store = open_store(path=tmp_path / "s", device=60, host=8, io_timeout_s=0.2)
+    gate = Gate()
+    disk.inject("pwritev", gate, times=None, match="slabs")
+    turn(store, list(range(200)))
+    started = time.monotonic()
+    assert not store.flush().ok
+    assert time.monotonic() - started < 5
+    gate.opened.set()
+    disk.clear()
+    assert store.flush().ok
 
 
 def test_writes_that_hang_cost_pages_and_no_exception(open_store, tmp_path, disk):

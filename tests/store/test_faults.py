@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from toy_model import FULL, MIXED, namespace, turn
+from toy_model import FULL, MIXED, namespace, states, turn
 
 from tierkv import (
     CapacityError,
@@ -176,6 +176,22 @@ def test_states_of_wrong_shape_dtype_or_number_are_refused(open_store):
         with pytest.raises(InvalidInputError, match="layer 7"):
             sequence.gate.layer(7)
         assert sequence.length == 0
+
+
+def test_a_forward_that_ended_in_the_middle_cannot_be_tried_again(open_store):
+    """Its first layers would hold the tokens twice, and wrong bytes would be committed."""
+    store = open_store()
+    tokens = list(range(9))
+    sequence = store.begin(tokens)
+    with sequence.gate.layer(0) as layer:
+        layer.append(*states(FULL, 0, tokens, 0, 9))
+    with pytest.raises(InvalidInputError, match="abandon"), sequence.gate.layer(0) as layer:
+        layer.append(*states(FULL, 0, tokens, 0, 9))
+    with pytest.raises(InvalidInputError, match="abandon"), sequence.gate.layer(1) as layer:
+        layer.append(*states(FULL, 1, tokens, 0, 4))
+    assert sequence.finish(tokens).pages == 0
+    turn(store, tokens)
+    assert turn(store, [*tokens, 1]).total == 9
 
 
 def test_a_layer_is_reached_only_through_its_gate(open_store):

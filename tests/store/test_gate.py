@@ -64,9 +64,7 @@ def test_reading_gathers_pages_wherever_they_lie(pages, length, seed):
     table = GroupTable(FULL.groups[0])
     for page, slot in enumerate(torch.randperm(12, generator=generator)[:pages].tolist()):
         table.set(page, slot)
-    gate = LayerGate(
-        device, pool, [table], FULL.layer_to_group, 0, reserve=lambda a, b: None, timeout_s=1
-    )
+    gate = LayerGate(device, pool, [table], {1: 0}, 0, reserve=lambda a, b: None, timeout_s=1)
     state = [torch.randn(2, length, 32, generator=generator) for _ in range(2)]
     cut = int(torch.randint(0, length + 1, (1,), generator=generator))
     with gate.layer(1) as layer:

@@ -81,6 +81,12 @@ class GroupTable:
         self._runs.clear()
         return slot
 
+    def clear(self) -> None:
+        """Forget every page."""
+        self.slots.clear()
+        self.rows.clear()
+        self._runs.clear()
+
     def runs(self, start: int, stop: int) -> list[Run]:
         """Return the extents that hold the pages touching tokens ``[start, stop)``."""
         size = self.group.page_tokens

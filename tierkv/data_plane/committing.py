@@ -61,7 +61,6 @@ class Committer:
 
     Attributes:
         committed: tokens whose pages have been published.
-        obsolete_on_disk: keys to delete from the disk tier once the lock is released.
         fresh: keys of the pages that became resident.
     """
 
@@ -71,7 +70,6 @@ class Committer:
         self._tables = loaded.tables
         self.committed = loaded.tokens
         self._turn_end = loaded.resumed
-        self.obsolete_on_disk: list[bytes] = []
         self.fresh: list[bytes] = []
 
     def commit(self, tokens: TokenArray, tails: dict[int, int | None] | None) -> CommitReport:
@@ -254,7 +252,7 @@ class Committer:
             if core.index.parent(row) == boundary and row not in needed
         ]
         rows = [*windows, *core.find_rows(tails)]
-        self.obsolete_on_disk += core.planner.drop(rows)
+        core.delete_from_disk(core.planner.drop(rows))
         core.counters.superseded_pages += len(rows)
 
     def _count(self, tally: _Tally) -> None:

@@ -125,6 +125,15 @@ class Core:
         """Return the bytes of a page without its slot's padding."""
         return self.spec.groups[self.group_of(row)].page_bytes
 
+    def delete_from_disk(self, keys: list[bytes]) -> None:
+        """Delete pages that the index has just let go of.  Call with the lock held.
+
+        Deleting only queues; under the lock, it is queued before any later write of the
+        same page.
+        """
+        if keys and self.disk is not None:
+            self.disk.delete(keys)
+
     def count_bytes(self, rows: Sequence[int] | Rows, source: Tier, target: Tier) -> None:
         """Count the bytes of pages that moved between tiers."""
         groups = np.bincount(self.index.group(rows), minlength=len(self.spec.groups))

@@ -56,8 +56,8 @@ def write_pages(core: Core, transfers: Transfers, keys: list[bytes]) -> WriteTic
         ticket = _write_batch(core, transfers, keys[start : start + step])
         if ticket is not None:
             # One batch ahead keeps the disk busy while the next is copied to the host.
-            if last is not None:
-                last.wait(core.timeout_s)
+            if last is not None and last.wait(core.timeout_s) is None:
+                return ticket  # the disk hangs: the rest stays where it is
             last = ticket
     return last
 
@@ -81,7 +81,6 @@ def _write_batch(core: Core, transfers: Transfers, keys: list[bytes]) -> WriteTi
     copied = transfers.copy_to_host(above, deadline) if len(above) else above
     left = above[len(copied) :]
     with core.lock:
-        core.index.pin(copied, Tier.HOST)
         core.index.unpin(copied, Tier.DEVICE)
         ready = _array([*in_host, *copied.tolist()])
         transfers.begin_moves(Tier.HOST, len(ready))

@@ -154,7 +154,13 @@ class LayerGate:
 
     def make_room(self, layer: int, count: int) -> int:
         """Make sure that ``count`` more tokens of a layer fit; return the first one's index."""
-        start = self.written[layer]
+        start, others = self.written[layer], self.written.values()
+        if start != min(others) or max(others) not in (start, start + count):
+            raise InvalidInputError(
+                f"layer {layer} holds {start} tokens and would get {count} more, but other layers "
+                f"hold {min(others)} to {max(others)}: each step appends the same tokens to every "
+                "layer once; after a forward that ended in the middle, abandon the sequence"
+            )
         self._reserve(start, count)
         return start
 

@@ -119,7 +119,8 @@ class Transfers:
     def copy_to_host(self, rows: Rows, deadline: float) -> Rows:
         """Copy pinned device pages to host memory, keeping the device copies.
 
-        Returns the rows that are host-resident afterwards; the others found no room.
+        Returns the rows that are host-resident afterwards, pinned there once for the caller;
+        the others found no room.
         """
         core = self._core
         slots = self.obtain(Tier.HOST, len(rows), deadline=deadline)
@@ -133,6 +134,7 @@ class Transfers:
             return moved[:0]
         with core.lock:
             core.planner.install(Tier.HOST, moved, slots)
+            core.index.pin(moved, Tier.HOST)
             core.count_bytes(moved, Tier.DEVICE, Tier.HOST)
         return moved
 
@@ -148,9 +150,11 @@ class Transfers:
         keys = core.disk.take_removed()
         if keys:
             with core.lock:
-                core.planner.evict(
-                    Tier.DISK, [r for r in core.find_rows(keys) if core.is_in(r, Tier.DISK)]
-                )
+                # A page may have been computed and written anew since.
+                here = core.disk.contains(keys)
+                gone = [key for key, there in zip(keys, here, strict=True) if not there]
+                rows = [row for row in core.find_rows(gone) if core.is_in(row, Tier.DISK)]
+                core.planner.evict(Tier.DISK, rows)
 
     def check(self) -> None:
         """Raise AssertionError when a move was lost."""
@@ -181,6 +185,7 @@ class Transfers:
             with core.lock:
                 core.counters.demoted_to_host += len(moved)
                 self._release(tier, moved)
+                core.index.unpin(moved, Tier.HOST)
             ticket = self.spill(rows[len(moved) :], then_evict=True, deadline=deadline)
             if ticket is not None:
                 ticket.wait(max(0.0, deadline - core.clock()))

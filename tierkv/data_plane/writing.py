@@ -48,14 +48,13 @@ class PageWriter:
             return None
         with core.lock:
             booked, evicted = core.planner.book_disk(len(rows))
+            core.delete_from_disk(evicted)
             started, refused = rows[:booked], rows[booked:]
             pages = [self._page(r, s) for r, s in zip(started.tolist(), slots, strict=False)]
             self._writing.update(started.tolist())
             if len(refused):
                 core.counters.write_failures += len(refused)
                 end(refused)
-        if evicted:
-            core.disk.delete(evicted)
         if not pages:
             return None
         ticket = core.disk.put(pages)
