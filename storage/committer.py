@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -18,6 +19,8 @@ from tierkv.storage.index import LmdbIndex
 from tierkv.storage.layout import CleanMark, encode_sealed, hash_file
 from tierkv.storage.slabs import NO_SPACE_ERRNOS
 from tierkv.storage.types import WriteStatus
+
+_ALMOST_FULL_BYTES = 1 << 20
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +126,11 @@ class Committer:
         if core.write_fault is not None or self._unsynced or self._doomed:
             return
         catalog = core.catalog
-        size, digest = hash_file(os.path.join(core.layout.index, "data.mdb"))
+        try:
+            size, digest = hash_file(os.path.join(core.layout.index, "data.mdb"))
+        except OSError as error:  # the next open scans, as after any unclean stop
+            logger.warning("%s: no clean mark: %s", core.layout.root, error)
+            return
         mark = CleanMark(len(catalog), catalog.record_sum, max_seq, durable_seq, size, digest)
         core.backend.write_file(core.layout.clean, encode_sealed(asdict(mark)))
 
@@ -156,7 +163,7 @@ class Committer:
             core.counters.add("error_commit")
             with self._lock:
                 self._usage = {**usage, **self._usage}
-            if _is_no_space(error):
+            if _is_no_space(error, self._core.layout.index):
                 return WriteStatus.NO_SPACE
             self.stop_writing(f"the index failed: {error}")
             return WriteStatus.FAILED
@@ -178,7 +185,11 @@ class Committer:
         self._sync_at = self._core.clock.monotonic() + self._core.config.sync_interval_s
 
 
-def _is_no_space(error: BaseException) -> bool:
+def _is_no_space(error: BaseException, folder: str) -> bool:
+    if isinstance(error, lmdb.Error) and os.strerror(errno.EIO) in str(error):
+        # LMDB says this of a short write as well, which a full filesystem causes.
+        space = os.statvfs(folder)
+        return space.f_bavail * space.f_frsize < _ALMOST_FULL_BYTES
     if isinstance(error, OSError) and error.errno in NO_SPACE_ERRNOS:
         return True
     return isinstance(error, (lmdb.MapFullError, lmdb.DiskError)) or "No space" in str(error)

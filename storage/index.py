@@ -7,6 +7,7 @@ thread writes (the tier's writer); others may read.
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import struct
@@ -26,6 +27,7 @@ _META_PAGE = mmap.PAGESIZE
 _MAGIC = 0xBEEFC0DE
 _USAGE = struct.Struct("<QQ")
 _SCAN_BATCH = 2048
+_LOCK_FILE_BYTES = 8192
 
 
 class IndexDamagedError(StoreError):
@@ -129,6 +131,8 @@ class LmdbIndex:
             self._pad()
 
     def _open_env(self, read_only: bool, lock: bool, map_bytes: int) -> lmdb.Environment:
+        if lock and not read_only:
+            _allocate_lock_file(os.path.join(self._path, "lock.mdb"))
         try:
             env = lmdb.open(
                 self._path,
@@ -310,6 +314,26 @@ class LmdbIndex:
                 self._open = False
                 self._env.close()
                 os.close(self._fd)
+
+
+def _allocate_lock_file(path: str) -> None:
+    """Give LMDB's lock file its blocks.
+
+    LMDB makes it sparse and writes to it through a memory map, which kills the process on
+    a full filesystem.
+
+    Raises:
+        StoreError: there is no space.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        os.posix_fallocate(descriptor, 0, _LOCK_FILE_BYTES)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StoreError(f"{path}: no space left; free some and open again") from error
+        # A filesystem that cannot allocate ahead: LMDB does as it always does.
+    finally:
+        os.close(descriptor)
 
 
 def write_index(path: str, backend: IOBackend, records: Sequence[IndexRecord]) -> None:

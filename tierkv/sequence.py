@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from tierkv.identity.spec import CacheSpec
 
 
+_NO_BOUNDARY = 1 << 62  # no sequence is so long
+
+
 class Sequence:
     """The state of one sequence of tokens while a model extends it.
 
@@ -63,6 +66,7 @@ class Sequence:
         self._arrivals = loaded.arrivals
         self._committer = Committer(core, chains, loaded)
         self._prepared: tuple[int, int] = (loaded.tokens, 0)
+        self._boundary_tokens = core.boundary_tokens
         self._on_end = on_end
         self._ended = False
         self.gate = LayerGate(
@@ -124,6 +128,8 @@ class Sequence:
         """
         self._must_run()
         tokens = self._fed(token_ids)
+        if not self._arrived():
+            return CommitReport()
         tails = self._copy_tails(len(tokens)) if turn_end else None
         report = self._commit(tokens, tails)
         self._drop_outdated(len(tokens))
@@ -140,7 +146,9 @@ class Sequence:
         tokens = self._fed(self._tokens if token_ids is None else token_ids)
         partial = self._partial_groups(len(tokens))
         try:
-            return self._commit(tokens, dict.fromkeys(partial))
+            return (
+                self._commit(tokens, dict.fromkeys(partial)) if self._arrived() else CommitReport()
+            )
         finally:
             self.abandon()
 
@@ -183,16 +191,34 @@ class Sequence:
             fresh, committer.fresh = committer.fresh, []
         if fresh and core.write_through:
             write_pages(core, self._transfers, fresh)
-        self._tokens = tokens
+        if len(tokens) > len(self._tokens):
+            self._tokens = tokens
         return report
+
+    def _arrived(self) -> bool:
+        """Wait for the pages on their way: what is published must be whole.
+
+        False when a copy failed or is late; nothing may be published then.
+        """
+        try:
+            self.gate.enter_all()
+        except DeviceError:
+            with self._core.lock:
+                self._core.counters.late_copies += 1
+            return False
+        self._settle_arrivals()
+        return True
+
+    def _settle_arrivals(self) -> None:
+        self._loader.settle(self._arrivals)
+        self._arrivals = []
 
     def _reserve(self, start: int, count: int) -> None:
         """Called by the gate before each layer's append."""
         if self._prepared == (start, count):
             return
         if self._arrivals and all(arrival.done() for arrival in self._arrivals):
-            self._loader.settle(self._arrivals)
-            self._arrivals = []
+            self._settle_arrivals()
         if start == self.length:  # every layer has passed: what the window left can go
             self._drop_outdated(start)
         self._obtain(start, count, ahead=False)
@@ -204,21 +230,31 @@ class Sequence:
         Ahead of time only for groups that keep every page: what a window keeps depends on
         how the tokens will be split.
         """
-        core = self._core
-        pages = [
-            (table, page)
-            for table in self._tables
-            if not (ahead and table.group.kind is GroupKind.SLIDING)
-            for page in table.missing(start, count, core.boundary_tokens)
-        ]
-        if not pages:
-            return
-        last = next((t.slots[-1] for t in self._tables if t.slots), None)
-        slots = self._transfers.obtain(Tier.DEVICE, len(pages), deadline=core.deadline(), near=last)
-        if slots is None:
-            raise self._no_room(start + count, len(pages))
-        for (table, page), slot in zip(pages, slots, strict=True):
-            table.set(page, slot)
+        for attempt in range(2):
+            pages = [
+                (table, page)
+                for table in self._tables
+                if not (ahead and table.group.kind is GroupKind.SLIDING)
+                for page in table.missing(start, count, self._boundary_tokens)
+            ]
+            last = next((t.slots[-1] for t in self._tables if t.slots), None)
+            slots = self._transfers.obtain(
+                Tier.DEVICE, len(pages), deadline=self._core.deadline(), near=last
+            )
+            if slots is not None:
+                for (table, page), slot in zip(pages, slots, strict=True):
+                    table.set(page, slot)
+                return
+            if attempt == 0:
+                self._make_do(start)
+        raise self._no_room(start + count, len(pages))
+
+    def _make_do(self, start: int) -> None:
+        """Give up what a sequence can do without: sources of copies, windows of boundaries."""
+        self._arrived()
+        if start == self.length:
+            self._boundary_tokens = _NO_BOUNDARY
+            self._drop_outdated(start)
 
     def _no_room(self, tokens: int, pages: int) -> PoolExhaustedError | SequenceTooLongError:
         core = self._core
@@ -234,7 +270,7 @@ class Sequence:
     def _drop_outdated(self, tokens: int) -> None:
         core = self._core
         for table in self._tables:
-            pages = table.outdated(tokens, self._committer.committed, core.boundary_tokens)
+            pages = table.outdated(tokens, self._committer.committed, self._boundary_tokens)
             if not pages:
                 continue
             with core.lock:
@@ -300,8 +336,7 @@ class Sequence:
         except DeviceError:
             with self._core.lock:
                 self._core.counters.late_copies += 1
-        self._loader.settle(self._arrivals)
-        self._arrivals = []
+        self._settle_arrivals()
 
     def _must_run(self) -> None:
         if self._ended:

@@ -152,8 +152,10 @@ class Store:
         tokens = as_tokens(token_ids)
         if not len(tokens):
             raise InvalidInputError("begin: token_ids is empty; a sequence needs one token or more")
-        if max_new_tokens < 0:
-            raise InvalidInputError(f"begin: max_new_tokens must be >= 0, got {max_new_tokens}")
+        if not isinstance(max_new_tokens, int) or not 0 <= max_new_tokens < 2**32:
+            raise InvalidInputError(
+                f"begin: max_new_tokens must be an integer >= 0, got {max_new_tokens!r}"
+            )
         check_fits(core, len(tokens) + max_new_tokens)
         chains = self._chains(tokens, extras)
         with core.lock:

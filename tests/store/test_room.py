@@ -2,7 +2,8 @@
 
 import time
 
-from toy_model import turn
+import pytest
+from toy_model import MIXED, feed, turn
 
 
 def test_loading_from_a_full_host_tier_does_not_wait_for_itself(open_store):
@@ -44,3 +45,24 @@ def test_a_flush_is_whole_though_pins_fill_host_memory(open_store):
         report = store.flush()
     assert report.ok
     assert report.failed_pages == 0
+
+
+@pytest.mark.parametrize("length", [18, 20])
+def test_what_fits_cold_fits_with_its_prefix_found(open_store, length):
+    """A page used in part needs a copy beside it, for which there was no room."""
+    store = open_store(device=5)
+    tokens = list(range(length))
+    turn(store, tokens)
+    turn(store, tokens)
+    turn(store, [*tokens, 1][:20])
+
+
+def test_windows_of_boundaries_give_way_to_the_sequence_itself(open_store):
+    store = open_store(MIXED, device=40)
+    tokens = list(range(120))
+    sequence = store.begin(tokens[:4], max_new_tokens=116)
+    for stop in range(4, 121):
+        feed(sequence, tokens, stop)
+    sequence.finish(tokens)
+    assert turn(store, [*tokens[:110], 7], finish=False).total <= 110
+    store.check()

@@ -169,7 +169,7 @@ class Committer:
             )
             self._publish_tail(number, page, tails[number], tally)
         self._publish_windows(end, tokens, tally)
-        if self._turn_end and self._turn_end != end:
+        if 0 < self._turn_end < end:
             self._supersede(tokens, self._turn_end)
         self._turn_end = end
 

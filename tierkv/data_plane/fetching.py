@@ -22,6 +22,7 @@ class FetchOutcome(Enum):
 
     READY = auto()  # every page is in memory
     GONE = auto()  # a page proved bad or missing and is forgotten: match again
+    NO_ROOM = auto()  # the device pool has no room for what was found: find less
     UNREADABLE = auto()  # a page could not be read now: make do with what is in memory
 
 

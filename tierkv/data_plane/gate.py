@@ -168,8 +168,14 @@ class LayerGate:
         """Order the compute stream after the transfers of ``layer``."""
         if self._closed:
             raise SequenceEndedError("the sequence has ended; begin a new one")
-        for event in self._arriving.pop(layer, ()):
+        for event in self._arriving.get(layer, ()):
             self._device.compute.wait(event, self._timeout_s)
+        self._arriving.pop(layer, None)  # only now: after a failure the next entry waits again
+
+    def enter_all(self) -> None:
+        """Order the compute stream after every transfer on its way."""
+        for layer in list(self._arriving):
+            self.enter(layer)
 
     def leave(self) -> None:
         """Record that the compute stream has used the sequence's slots up to here."""

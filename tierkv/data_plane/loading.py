@@ -18,7 +18,6 @@ from tierkv.control_plane.table import PRIVATE, GroupTable
 from tierkv.data_plane.claims import Claims
 from tierkv.data_plane.fetching import Fetcher, FetchOutcome
 from tierkv.devices.base import CopyOp, DeviceError
-from tierkv.errors import PoolExhaustedError
 from tierkv.stats import Found
 from tierkv.storage.format import PAGE_TAIL
 from tierkv.tiers import Tier
@@ -122,8 +121,7 @@ class Loader:
     def load(self, chains: Sequence[KeyChain], tokens: TokenArray, limit: int) -> Loaded:
         """Load the longest reusable prefix of at most ``limit`` tokens.
 
-        Raises:
-            PoolExhaustedError: running sequences and pins leave too few device pages.
+        Less, if need be none of it, where disk, host memory or pool cannot give more now.
         """
         deadline = self._core.deadline()
         within, origin = _ANYWHERE, dict[int, Tier]()
@@ -145,6 +143,11 @@ class Loader:
             claims.release()
             if outcome is FetchOutcome.UNREADABLE:
                 within = _IN_MEMORY
+            elif outcome is FetchOutcome.NO_ROOM:
+                # Whole pages need no copies of their own beside them; nothing needs no room.
+                size = self._core.spec.groups[self._core.spec.anchor].page_tokens
+                whole = found.tokens // size * size
+                limit = whole if whole < found.tokens else 0
         raise AssertionError("a prefix that is in memory always loads")
 
     def settle(self, arrivals: Sequence[Arrival]) -> None:
@@ -198,11 +201,7 @@ class Loader:
         wanted = absent + partial
         slots = self._transfers.obtain(Tier.DEVICE, len(wanted), deadline=deadline)
         if slots is None:
-            raise PoolExhaustedError(
-                f"device pool: bringing in {found.tokens} tokens found needs {len(wanted)} pages "
-                f"of {core.planner.capacity(Tier.DEVICE)}; running sequences and pins hold too "
-                "many; end some, or give the pool a larger budget"
-            )
+            return None, FetchOutcome.NO_ROOM
         spare = dict(zip(wanted, slots, strict=True))
         private: dict[int, int] = {}
         loaded = Loaded(found.tokens, [GroupTable(g) for g in core.spec.groups])

@@ -147,7 +147,7 @@ class Transfers:
         core = self._core
         if core.disk is None:
             return
-        keys = core.disk.take_removed()
+        keys = list(dict.fromkeys(core.disk.take_removed()))
         if keys:
             with core.lock:
                 # A page may have been computed and written anew since.

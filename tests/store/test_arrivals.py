@@ -1,0 +1,78 @@
+"""Pages on their way into the pool are never published before they have arrived."""
+
+import threading
+
+import pytest
+from toy_model import FULL, LATENT, feed, turn
+
+from tierkv import InvalidInputError
+
+
+@pytest.fixture
+def held_up(open_store, tmp_path):
+    """A store whose loads wait for an event, with 24 tokens on disk."""
+    tokens = list(range(24))
+    store = open_store(path=tmp_path / "s")
+    turn(store, tokens)
+    store.close()
+    store = open_store(path=tmp_path / "s")
+    stream, release = store._loader._stream, threading.Event()
+    copy = stream._copy_now
+
+    def late(ops):
+        release.wait(30)
+        copy(ops)
+
+    stream._copy_now = late
+    yield store, tokens, release
+    release.set()
+
+
+@pytest.mark.parametrize("how", ["commit", "finish"])
+def test_a_tail_is_published_only_when_its_page_has_arrived(held_up, how):
+    store, tokens, release = held_up
+    sequence = store.begin(tokens)
+    assert sequence.length == 23
+
+    def end():
+        if how == "commit":
+            sequence.commit(tokens, turn_end=True)
+            sequence.abandon()
+        else:
+            sequence.finish(tokens)
+
+    thread = threading.Thread(target=end)
+    thread.start()
+    thread.join(0.05)
+    assert thread.is_alive()
+    assert store.flush().ok
+    release.set()
+    thread.join(30)
+    assert turn(store, [*tokens[:23], 777, 1]).total == 23
+
+
+def test_a_turn_end_before_the_tail_resumed_from_supersedes_nothing(open_store):
+    store = open_store(LATENT)
+    tokens = list(range(21))
+    turn(store, tokens)
+    sequence = store.begin(tokens)
+    sequence.commit(tokens, turn_end=True)
+    sequence.abandon()
+    assert turn(store, [*tokens, 7]).total == 21
+
+
+def test_finish_without_ids_after_a_commit_of_part_of_the_prompt(open_store):
+    store = open_store(FULL)
+    tokens = list(range(20))
+    sequence = store.begin(tokens)
+    feed(sequence, tokens, 10)
+    sequence.commit(tokens)
+    feed(sequence, tokens)
+    sequence.finish()
+    assert turn(store, [*tokens, 7]).total == 20
+
+
+@pytest.mark.parametrize("count", [-1, 1.5, "x", None, 10**30])
+def test_max_new_tokens_must_be_a_sensible_integer(open_store, count):
+    with pytest.raises(InvalidInputError, match="max_new_tokens"):
+        open_store().begin([1, 2], max_new_tokens=count)
