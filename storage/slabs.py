@@ -44,8 +44,11 @@ class DiskSpace:
 
     @property
     def reserve(self) -> int:
-        """Bytes kept free for others: 1 % of the filesystem, at most 1 GiB."""
-        return min(1 << 30, self.total // 100)
+        """Bytes kept free for the index and for others: 1 % of the filesystem, 1 GiB at most.
+
+        A small filesystem keeps 2 %, since the index does not shrink with it.
+        """
+        return min(1 << 30, self.total // (50 if self.total < 1 << 30 else 100))
 
     @property
     def usable(self) -> int:

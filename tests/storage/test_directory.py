@@ -194,10 +194,10 @@ def test_capacity_beyond_the_disk_is_refused(open_tier):
 def test_capacity_beyond_the_free_space_is_cut(open_tier, monkeypatch, caplog):
     import tierkv.storage.slabs as slabs
 
-    space = slabs.DiskSpace(free=4 * SLOT, total=100 * SLOT)
+    space = slabs.DiskSpace(free=5 * SLOT, total=100 * SLOT)
     monkeypatch.setattr(slabs, "disk_space", lambda path: space)
     tier = open_tier(pages=50)
-    assert tier.capacity_pages == 3, "four slots, less the reserve of one"
+    assert tier.capacity_pages == 3, "five slots, less the reserve of two"
     assert "instead of" in caplog.text
     tier.close()
     monkeypatch.setattr(slabs, "disk_space", lambda path: slabs.DiskSpace(SLOT, 100 * SLOT))
