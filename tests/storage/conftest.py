@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tierkv.storage.ssd import SsdTier
+from tierkv.storage.testing import FaultyBackend
 
 SIZE = 16 << 10
 SLOT = SIZE + 4096
@@ -68,3 +69,15 @@ def open_tier(fast_dir: Path) -> Iterator[Callable[..., SsdTier]]:
                 tier.check()
         finally:
             tier.close()
+
+
+@pytest.fixture
+def backend() -> FaultyBackend:
+    """The operating system, until a test injects faults."""
+    return FaultyBackend()
+
+
+@pytest.fixture
+def tier(open_tier: Callable[..., SsdTier], backend: FaultyBackend) -> SsdTier:
+    """A tier over ``backend``."""
+    return open_tier(backend=backend)

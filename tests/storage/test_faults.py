@@ -23,16 +23,6 @@ from tierkv.storage.testing import (
 )
 
 
-@pytest.fixture
-def backend() -> FaultyBackend:
-    return FaultyBackend()
-
-
-@pytest.fixture
-def tier(open_tier, backend):
-    return open_tier(backend=backend)
-
-
 def slot_of(tier, number):
     location, _ = tier._core.catalog.pin(page_key(number), None)
     tier._core.catalog.unpin(location)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import shutil
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import lmdb
 import pytest
 
+from tierkv.errors import StoreError
 from tierkv.storage.backend import OsBackend
+from tierkv.storage.committer import _is_no_space
 from tierkv.storage.format import PageInfo, decode_record, encode_record
 from tierkv.storage.index import IndexDamagedError, LmdbIndex, write_index
 from tierkv.storage.memory_index import MemoryIndex
@@ -252,3 +256,29 @@ def test_random_damage_to_the_index_costs_nothing(image, fast_dir, kind, clean):
     result = visit(*paths)
     assert result.returncode == 0, result.stdout + result.stderr
     assert result.stdout.count('"wrong": [], "hits": 300') == len(paths), result.stdout
+
+
+# -- a full filesystem -------------------------------------------------------------------
+
+
+def test_the_lock_file_has_blocks_of_its_own(tmp_path):
+    """A sparse one is written through a memory map and kills the process on a full disk."""
+    write_index(str(tmp_path / "index"), OsBackend(), [record(1)])
+    assert os.stat(tmp_path / "index" / "lock.mdb").st_blocks * 512 >= 8192
+
+
+def test_no_space_for_the_lock_file_is_an_error(tmp_path, monkeypatch):
+    def full(descriptor, offset, size):
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(StoreError, match="no space left"):
+        write_index(str(tmp_path / "index"), OsBackend(), [record(1)])
+
+
+@pytest.mark.parametrize(("free_blocks", "full"), [(0, True), (1 << 20, False)])
+def test_an_io_error_of_lmdb_on_a_full_filesystem_means_no_space(monkeypatch, free_blocks, full):
+    space = SimpleNamespace(f_bavail=free_blocks, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda folder: space)
+    error = lmdb.Error("mdb_txn_commit: Input/output error")
+    assert _is_no_space(error, "anywhere") is full

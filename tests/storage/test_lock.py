@@ -46,6 +46,8 @@ def test_questions_from_many_threads_never_make_opening_fail(path) -> None:
     DirectoryLock.acquire(path, now=0.0).release()
     stop = threading.Event()
 
+    opened = 0
+
     def ask() -> None:
         while not stop.is_set():
             is_locked(path)
@@ -56,7 +58,9 @@ def test_questions_from_many_threads_never_make_opening_fail(path) -> None:
     try:
         for number in range(300):
             DirectoryLock.acquire(path, now=float(number)).release()
+            opened += 1
     finally:
         stop.set()
         for thread in threads:
             thread.join(timeout=10)
+    assert opened == 300

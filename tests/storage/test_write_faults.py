@@ -10,21 +10,10 @@ from small_tier import FAILED, HIT, MISS, NO_SPACE, SIZE, SLOT, WRITTEN, put, re
 
 from tierkv.storage.ssd import WriteStatus
 from tierkv.storage.testing import (
-    FaultyBackend,
     Gate,
     make_page,
     page_key,
 )
-
-
-@pytest.fixture
-def backend() -> FaultyBackend:
-    return FaultyBackend()
-
-
-@pytest.fixture
-def tier(open_tier, backend):
-    return open_tier(backend=backend)
 
 
 def slab_of(tier, number):
