@@ -11,36 +11,30 @@ import numpy as np
 from tierkv.data_plane.committing import Committer
 from tierkv.data_plane.flushing import write_pages
 from tierkv.data_plane.gate import LayerGate
-from tierkv.devices.base import CopyOp, DeviceError
-from tierkv.errors import (
-    InvalidInputError,
-    PoolExhaustedError,
-    SequenceEndedError,
-    SequenceTooLongError,
-)
+from tierkv.data_plane.holding import Holding
+from tierkv.data_plane.room import no_room
+from tierkv.devices.base import DeviceError
+from tierkv.errors import InvalidInputError, SequenceEndedError
 from tierkv.identity.keys import as_tokens
-from tierkv.identity.spec import GroupKind
 from tierkv.stats import CommitReport, Found
-from tierkv.tiers import Tier
-from tierkv.units import format_bytes, suggest_bytes
 
 if TYPE_CHECKING:
     from tierkv.data_plane.core import Core
-    from tierkv.data_plane.loading import Loaded, Loader
+    from tierkv.data_plane.loading import Arrival, Loaded, Loader
     from tierkv.data_plane.transfer import Transfers
     from tierkv.identity.keys import KeyChain, TokenArray
     from tierkv.identity.spec import CacheSpec
+    from tierkv.running import Running
 
-
-_NO_BOUNDARY = 1 << 62  # no sequence is so long
+    Reserve = Callable[[int, int], None]
 
 
 class Sequence:
     """The state of one sequence of tokens while a model extends it.
 
     Made by :meth:`tierkv.Store.begin`.  One thread at a time may use a sequence; different
-    sequences are independent.  As a context manager it is abandoned on leaving, unless it
-    was finished before.
+    sequences, forks of one included, are independent.  As a context manager it is abandoned
+    on leaving, unless it was finished before.
 
     Attributes:
         found: tokens whose state was found, by tier.
@@ -51,36 +45,128 @@ class Sequence:
         self,
         core: Core,
         loader: Loader,
+        running: Running,
+        tokens: TokenArray,
+        found: Found,
+        holding: Holding,
+        committer: Committer,
+        gate: Callable[[Reserve], LayerGate],
+    ) -> None:
+        """Take over pages and tables; use :meth:`begin` or :meth:`fork`."""
+        self.found = found
+        self._core = core
+        self._loader = loader
+        self._running = running
+        self._tokens = tokens
+        self._holding = holding
+        self._committer = committer
+        self._arrivals: list[Arrival] = []
+        self._prepared: tuple[int, int] | None = None
+        self._ended = False
+        self.gate = gate(self._reserve)
+
+    @classmethod
+    def begin(
+        cls,
+        core: Core,
+        loader: Loader,
         transfers: Transfers,
+        running: Running,
         chains: SequenceOf[KeyChain],
         tokens: TokenArray,
         loaded: Loaded,
-        on_end: Callable[[Sequence], None],
-    ) -> None:
-        self.found: Found = loaded.found
-        self._core = core
-        self._loader = loader
-        self._transfers = transfers
-        self._tokens = tokens
-        self._tables = loaded.tables
-        self._arrivals = loaded.arrivals
-        self._committer = Committer(core, chains, loaded)
-        self._prepared: tuple[int, int] = (loaded.tokens, 0)
-        self._boundary_tokens = core.boundary_tokens
-        self._on_end = on_end
-        self._ended = False
-        self.gate = LayerGate(
-            core.device,
-            core.pool,
-            loaded.tables,
-            core.spec.layer_to_group,
-            loaded.tokens,
-            reserve=self._reserve,
-            timeout_s=core.timeout_s,
+    ) -> Sequence:
+        """Return a sequence that starts from what was loaded."""
+        tables = loaded.tables
+        committer = Committer(
+            core, chains, tables, committed=loaded.tokens, turn_end=loaded.resumed
         )
+
+        def gate(reserve: Reserve) -> LayerGate:
+            return LayerGate(
+                core.device,
+                core.pool,
+                tables,
+                core.spec.layer_to_group,
+                loaded.tokens,
+                reserve=reserve,
+                timeout_s=core.timeout_s,
+            )
+
+        holding = Holding(core, transfers, tables)
+        sequence = cls(core, loader, running, tokens, loaded.found, holding, committer, gate)
+        sequence._arrivals = loaded.arrivals
         for arrival in loaded.arrivals:
             for layer, event in arrival.events.items():
-                self.gate.expect(layer, event)
+                sequence.gate.expect(layer, event)
+        with core.lock:
+            running.add(sequence)
+        return sequence
+
+    def fork(self) -> Sequence:
+        """Return another sequence with the same state.
+
+        Pages are shared, and copied only when one of the two writes into a shared one.
+
+        Raises:
+            InvalidInputError: a forward ended in the middle.
+            DeviceError: pages on their way did not arrive.
+        """
+        self._must_run()
+        self.gate.settled_length()
+        self._await_arrivals()
+        core = self._core
+        with core.lock:
+            holding = self._holding.fork()
+            other = Sequence(
+                core,
+                self._loader,
+                self._running,
+                self._tokens,
+                self.found,
+                holding,
+                self._committer.fork(holding.tables),
+                lambda reserve: self.gate.fork(holding.tables, reserve),
+            )
+            self._running.add(other)
+        return other
+
+    def keep_from(self, length: int | None) -> None:
+        """Promise that :meth:`crop` can go back to any length from ``length`` on.
+
+        Layers with a sliding window then keep the pages of all windows from there on, which
+        takes room; None ends it.  Other layers keep every page in any case.
+        """
+        self._must_run()
+        self._holding.floor = length
+
+    def crop(self, length: int) -> None:
+        """Take back the tokens from ``length`` on, as if they had never been appended.
+
+        Pages that were committed stay visible to others.
+
+        Raises:
+            InvalidInputError: a length beyond the tokens held, a window that is not held any
+                more (see :meth:`keep_from`), or a forward that ended in the middle.
+        """
+        self._must_run()
+        held = self.gate.settled_length()
+        if not 0 <= length <= held:
+            raise InvalidInputError(f"crop: the sequence holds {held} tokens, not {length}")
+        if length == held:
+            return
+        lost = [t.group.name for t in self._holding.tables if not t.can_resume(length)]
+        if lost:
+            raise InvalidInputError(
+                f"crop: of {held} tokens, the windows of layer groups {lost} at {length} are not "
+                f"held any more; call keep_from({length}) or less before appending"
+            )
+        self._await_arrivals()
+        self._holding.crop(length)
+        self._committer.crop(length)
+        self._tokens = self._tokens[:length]
+        self.gate.crop(length)
+        self._prepared = None
 
     @property
     def length(self) -> int:
@@ -130,9 +216,9 @@ class Sequence:
         tokens = self._fed(token_ids)
         if not self._arrived():
             return CommitReport()
-        tails = self._copy_tails(len(tokens)) if turn_end else None
+        tails = self._holding.copy_tails(len(tokens)) if turn_end else None
         report = self._commit(tokens, tails)
-        self._drop_outdated(len(tokens))
+        self._holding.drop_outdated(len(tokens), self._committer.committed)
         return report
 
     def finish(self, token_ids: Any = None) -> CommitReport:
@@ -144,11 +230,10 @@ class Sequence:
         """
         self._must_run()
         tokens = self._fed(self._tokens if token_ids is None else token_ids)
-        partial = self._partial_groups(len(tokens))
         try:
-            return (
-                self._commit(tokens, dict.fromkeys(partial)) if self._arrived() else CommitReport()
-            )
+            if not self._arrived():
+                return CommitReport()
+            return self._commit(tokens, self._holding.own_tails(len(tokens)))
         finally:
             self.abandon()
 
@@ -161,20 +246,17 @@ class Sequence:
         self._drain()
         core = self._core
         with core.lock:
-            for table in self._tables:
-                core.index.unpin(np.fromiter(table.shared_rows(), np.int32), Tier.DEVICE)
-                core.planner.give_back(Tier.DEVICE, table.private_slots())
-                table.clear()
+            self._holding.release()
             core.settled.notify_all()
-        self._on_end(self)
+        self._running.ended(self)
 
     def private_slots(self) -> list[int]:
-        """Return the device slots that belong to this sequence alone.  For ``check``."""
-        return [slot for table in self._tables for slot in table.private_slots()]
+        """Return the device slots of pages that are not committed.  For ``check``."""
+        return self._holding.private_slots()
 
     def rows(self) -> list[int]:
         """Return the index rows of the committed pages this sequence uses."""
-        return [row for table in self._tables for row in table.shared_rows()]
+        return self._holding.shared_rows()
 
     def __enter__(self) -> Sequence:
         """Return the sequence."""
@@ -190,7 +272,7 @@ class Sequence:
             report = committer.commit(tokens, tails)
             fresh, committer.fresh = committer.fresh, []
         if fresh and core.write_through:
-            write_pages(core, self._transfers, fresh)
+            write_pages(core, self._holding.transfers, fresh)
         if len(tokens) > len(self._tokens):
             self._tokens = tokens
         return report
@@ -201,13 +283,16 @@ class Sequence:
         False when a copy failed or is late; nothing may be published then.
         """
         try:
-            self.gate.enter_all()
+            self._await_arrivals()
         except DeviceError:
             with self._core.lock:
                 self._core.counters.late_copies += 1
             return False
-        self._settle_arrivals()
         return True
+
+    def _await_arrivals(self) -> None:
+        self.gate.enter_all()
+        self._settle_arrivals()
 
     def _settle_arrivals(self) -> None:
         self._loader.settle(self._arrivals)
@@ -220,96 +305,21 @@ class Sequence:
         if self._arrivals and all(arrival.done() for arrival in self._arrivals):
             self._settle_arrivals()
         if start == self.length:  # every layer has passed: what the window left can go
-            self._drop_outdated(start)
+            self._holding.drop_outdated(start, self._committer.committed)
         self._obtain(start, count, ahead=False)
         self._prepared = (start, count)
 
     def _obtain(self, start: int, count: int, *, ahead: bool) -> None:
-        """Obtain the pages that ``count`` tokens from ``start`` need.
-
-        Ahead of time only for groups that keep every page: what a window keeps depends on
-        how the tokens will be split.
-        """
-        for attempt in range(2):
-            pages = [
-                (table, page)
-                for table in self._tables
-                if not (ahead and table.group.kind is GroupKind.SLIDING)
-                for page in table.missing(start, count, self._boundary_tokens)
-            ]
-            last = next((t.slots[-1] for t in self._tables if t.slots), None)
-            slots = self._transfers.obtain(
-                Tier.DEVICE, len(pages), deadline=self._core.deadline(), near=last
-            )
-            if slots is not None:
-                for (table, page), slot in zip(pages, slots, strict=True):
-                    table.set(page, slot)
-                return
-            if attempt == 0:
-                self._make_do(start)
-        raise self._no_room(start + count, len(pages))
-
-    def _make_do(self, start: int) -> None:
-        """Give up what a sequence can do without: sources of copies, windows of boundaries."""
-        self._arrived()
+        """Obtain the pages that ``count`` tokens from ``start`` need."""
+        if not self._holding.obtain(start, count, ahead=ahead):
+            return
+        self._arrived()  # the sources of copies come free
         if start == self.length:
-            self._boundary_tokens = _NO_BOUNDARY
-            self._drop_outdated(start)
-
-    def _no_room(self, tokens: int, pages: int) -> PoolExhaustedError | SequenceTooLongError:
-        core = self._core
-        check_fits(core, tokens)
-        with core.lock:
-            free = core.planner.free(Tier.DEVICE)
-        return PoolExhaustedError(
-            f"device pool: {pages} more pages of {format_bytes(core.spec.slot_bytes)} are needed "
-            f"for {tokens} tokens; of {core.pool.num_slots} pages {free} are free and the rest "
-            "belong to running sequences and pins; finish some, or give the pool a larger budget"
-        )
-
-    def _drop_outdated(self, tokens: int) -> None:
-        core = self._core
-        for table in self._tables:
-            pages = table.outdated(tokens, self._committer.committed, self._boundary_tokens)
-            if not pages:
-                continue
-            with core.lock:
-                rows = [table.rows[page] for page in pages]
-                slots = [table.drop(page) for page in pages]
-                shared = [row for row in rows if row >= 0]
-                core.index.unpin(np.asarray(shared, np.int32), Tier.DEVICE)
-                core.planner.give_back(
-                    Tier.DEVICE, [s for s, row in zip(slots, rows, strict=True) if row < 0]
-                )
-
-    def _partial_groups(self, length: int) -> list[int]:
-        """Return the groups whose last page is partial and private at ``length`` tokens."""
-        return [
-            number
-            for number, table in enumerate(self._tables)
-            if length % table.group.page_tokens
-            and table.group.kind is not GroupKind.SNAPSHOT
-            and table.holds(length // table.group.page_tokens)
-        ]
-
-    def _copy_tails(self, length: int) -> dict[int, int | None]:
-        """Copy the partial pages, which the sequence goes on writing; {} when no room is left."""
-        core = self._core
-        groups = self._partial_groups(length)
-        slots = self._transfers.obtain(Tier.DEVICE, len(groups), deadline=core.deadline())
-        if slots is None:
-            with core.lock:
-                core.counters.skipped_pages += len(groups)
-            return {}
-        tails: dict[int, int | None] = {}
-        ops = []
-        for number, slot in zip(groups, slots, strict=True):
-            table = self._tables[number]
-            source = table.slots[length // table.group.page_tokens]
-            ops.append(CopyOp(core.pool.page(slot), core.pool.page(source)))
-            tails[number] = slot
-        core.device.compute.copy(ops)
-        return tails
+            self._holding.give_up_boundaries()
+            self._holding.drop_outdated(start, self._committer.committed)
+        pages = self._holding.obtain(start, count, ahead=ahead)
+        if pages:
+            raise no_room(self._core, start + count, pages)
 
     def _fed(self, token_ids: Any) -> TokenArray:
         """Return the ids of the tokens written so far, checked against the prompt."""
@@ -341,24 +351,3 @@ class Sequence:
     def _must_run(self) -> None:
         if self._ended:
             raise SequenceEndedError("the sequence has ended; begin a new one")
-
-
-def check_fits(core: Core, tokens: int) -> None:
-    """Refuse a sequence that an empty device pool could not hold.
-
-    Raises:
-        SequenceTooLongError: with the arithmetic.
-    """
-    spec, slots = core.spec, core.pool.num_slots
-    needed = spec.pages_for(tokens)
-    if needed > slots:
-        parts = " + ".join(
-            f"{len(g.needed_pages(tokens))} of {g.name!r} ({g.page_tokens} tokens each)"
-            for g in spec.groups
-        )
-        raise SequenceTooLongError(
-            f"sequence of {tokens} tokens: needs {needed} pages ({parts}) of "
-            f"{format_bytes(spec.slot_bytes)} = {format_bytes(needed * spec.slot_bytes)}, but the "
-            f"device pool has {slots} ({format_bytes(slots * spec.slot_bytes)}); give "
-            f"device='{suggest_bytes(needed * spec.slot_bytes)}' or more, or shorten the sequence"
-        )

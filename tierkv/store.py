@@ -16,11 +16,13 @@ from tierkv.control_plane.match import match
 from tierkv.data_plane.flushing import flush
 from tierkv.data_plane.loading import Loader
 from tierkv.data_plane.opening import Options, open_core
+from tierkv.data_plane.room import check_fits
 from tierkv.data_plane.transfer import Transfers
 from tierkv.errors import ForkError, InvalidInputError, StoreClosedError
 from tierkv.identity.keys import Extras, KeyChain, Namespace, as_tokens
 from tierkv.reporting import Reporter
-from tierkv.sequence import Sequence, check_fits
+from tierkv.running import Running
+from tierkv.sequence import Sequence
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
@@ -45,7 +47,7 @@ class Store:
         self._transfers = Transfers(core)
         self._loader = Loader(core, self._transfers)
         self._hints = Hints(core.planner)
-        self._running: set[Sequence] = set()
+        self._running = Running(core, self._sequence_ended)
         self._pid = os.getpid()
         self._closed = False
 
@@ -131,7 +133,14 @@ class Store:
         """Whether the store was closed."""
         return self._closed
 
-    def begin(self, token_ids: Any, *, extras: Extras = (), max_new_tokens: int = 0) -> Sequence:
+    def begin(
+        self,
+        token_ids: Any,
+        *,
+        extras: Extras = (),
+        max_new_tokens: int = 0,
+        limit: int | None = None,
+    ) -> Sequence:
         """Begin a sequence: find its longest reusable prefix and bring it in.
 
         At least the last token is always left to compute.  Pages on disk have been read and
@@ -141,9 +150,11 @@ class Store:
             token_ids: the prompt: integers, a list, array or tensor of one sequence.
             extras: (position, digest) of what token ids do not show, such as images.
             max_new_tokens: tokens that will follow; room for them is checked and reserved.
+            limit: the longest prefix wanted, in tokens; None for as much as there is.
 
         Raises:
-            InvalidInputError: no tokens, or ids that are not one sequence of integers.
+            InvalidInputError: no tokens, ids that are not one sequence of integers, or a
+                negative limit or number of tokens.
             SequenceTooLongError: more than the whole device pool can hold.
             PoolExhaustedError: running sequences and pins leave too little of the pool.
         """
@@ -156,17 +167,19 @@ class Store:
             raise InvalidInputError(
                 f"begin: max_new_tokens must be an integer >= 0, got {max_new_tokens!r}"
             )
+        if limit is not None and limit < 0:
+            raise InvalidInputError(f"begin: limit must not be negative, got {limit}")
+        most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         check_fits(core, len(tokens) + max_new_tokens)
         chains = self._chains(tokens, extras)
         with core.lock:
             self._hints.tick(core.clock())
         self._transfers.forget_removed()
-        loaded = self._loader.load(chains, tokens, len(tokens) - 1)
-        sequence = Sequence(
-            core, self._loader, self._transfers, chains, tokens, loaded, self._sequence_ended
+        loaded = self._loader.load(chains, tokens, most)
+        sequence = Sequence.begin(
+            core, self._loader, self._transfers, self._running, chains, tokens, loaded
         )
         with core.lock:
-            self._running.add(sequence)
             core.counters.begins += 1
             core.counters.prompt_tokens += len(tokens)
             for tier in Tier:
@@ -256,9 +269,7 @@ class Store:
             core.planner.check()
             self._transfers.check()
             self._loader.check()
-            private = [slot for sequence in self._running for slot in sequence.private_slots()]
-            assert len(set(private)) == len(private), "two sequences hold one slot"
-            assert core.planner.holds(Tier.DEVICE, private), "a sequence holds a free slot"
+            self._running.check()
         core.device.check()
         core.arena.check()
         if core.disk is not None:
@@ -269,8 +280,7 @@ class Store:
         if self._closed:
             return
         self._must_be_open()
-        for sequence in list(self._running):
-            sequence.abandon()
+        self._running.abandon_all()
         with self._core.lock:
             self._hints.clear()
         try:
@@ -311,10 +321,8 @@ class Store:
         )
         return np.concatenate([group.rows for group in found.groups])
 
-    def _sequence_ended(self, sequence: Sequence) -> None:
-        """Called by a sequence when it has given everything back."""
-        with self._core.lock:
-            self._running.discard(sequence)
+    def _sequence_ended(self) -> None:
+        """Called when a sequence has given everything back."""
         self._transfers.write_behind()
         self._reporter.publish(self.stats)
 

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from toy_model import SPECS, feed, namespace
 
-from tierkv import PinError, PoolExhaustedError, Store
+from tierkv import InvalidInputError, PinError, PoolExhaustedError, Store
 
 ALPHABET = st.integers(1, 2)
 STEPS = st.lists(ALPHABET, min_size=1, max_size=9)
@@ -94,6 +94,30 @@ class StoreMachine(RuleBasedStateMachine):
         sequence.finish(tokens)
         if length:
             self.ended.append(tokens[:length])
+
+    @precondition(lambda self: 0 < len(self.running) < 3)
+    @rule(which=st.integers(0, 1), steps=STEPS)
+    def fork(self, which, steps):
+        sequence, tokens = self.running[which % len(self.running)]
+        self.running.append((sequence.fork(), (tokens[: sequence.length] + steps)[:40]))
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 2), back=st.integers(0, 6), steps=STEPS)
+    def crop(self, which, back, steps):
+        at = which % len(self.running)
+        sequence, tokens = self.running[at]
+        length = max(0, sequence.length - back)
+        try:
+            sequence.crop(length)
+        except InvalidInputError:
+            assert any(group.window for group in self.spec.groups)
+            return
+        self.running[at] = (sequence, (tokens[:length] + steps)[:40])
+
+    @precondition(lambda self: self.running)
+    @rule(which=st.integers(0, 2), floor=st.one_of(st.none(), st.integers(0, 20)))
+    def keep_from(self, which, floor):
+        self.running[which % len(self.running)][0].keep_from(floor)
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 1))

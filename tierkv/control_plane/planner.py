@@ -6,7 +6,9 @@ Every slot of the memory tiers is in exactly one state::
                       |                                          ^
                       +---------------give_back()----------------+
 
-``held`` slots belong to a running sequence (private pages) or to a transfer in flight.
+``held`` slots belong to running sequences (private pages) or to a transfer in flight.
+Forks of a sequence share slots until they write: such a slot has several holders.  When one
+of them makes its page resident, the others hold on to it by pins (their slot is *adopted*).
 ``check`` proves free + held + resident = capacity.  The caller holds the store's lock.
 """
 
@@ -55,7 +57,9 @@ class Planner:
         self.index = index
         self.disk_pages = disk_pages
         self._slots = {tier: SlotAllocator(slots[tier]) for tier in MEMORY_TIERS}
-        self._held: dict[Tier, set[int]] = {tier: set() for tier in MEMORY_TIERS}
+        # Holders of each held slot; row and holders of each adopted one.
+        self._held: dict[Tier, dict[int, int]] = {tier: {} for tier in MEMORY_TIERS}
+        self._adopted: dict[Tier, dict[int, tuple[int, int]]] = {t: {} for t in MEMORY_TIERS}
         self._disk_booked = 0
 
     def capacity(self, tier: Tier) -> int:
@@ -78,21 +82,54 @@ class Planner:
         if taken is None:
             return None
         slots: list[int] = taken.tolist()
-        self._held[tier].update(slots)
+        self._held[tier].update(dict.fromkeys(slots, 1))
         return slots
 
+    def share(self, tier: Tier, slots: Iterable[int]) -> None:
+        """Add a holder to slots that are held already."""
+        held, adopted = self._held[tier], self._adopted[tier]
+        for slot in slots:
+            if slot in adopted:
+                row, holders = adopted[slot]
+                adopted[slot] = (row, holders + 1)
+                self.index.pin(_rows([row]), tier)
+            else:
+                held[slot] += 1
+
+    def holders(self, tier: Tier, slot: int) -> int:
+        """Return how many hold a slot."""
+        return self._held[tier].get(slot) or self._adopted[tier].get(slot, (0, 0))[1]
+
+    def exclusive(self, tier: Tier, slot: int) -> bool:
+        """Return whether a slot has one holder and may be written by it."""
+        return self._held[tier].get(slot) == 1
+
     def give_back(self, tier: Tier, slots: Iterable[int]) -> None:
-        """Move held slots to free."""
-        returned = list(slots)
-        if returned:
-            assert self._held[tier].issuperset(returned), f"{tier.label}: slots not held"
-            self._held[tier].difference_update(returned)
-            self._slots[tier].free(returned)
+        """Take a holder off slots; those without holders become free."""
+        held, free = self._held[tier], []
+        for slot in slots:
+            if slot in self._adopted[tier]:
+                self._disown(tier, slot)
+                continue
+            assert slot in held, f"{tier.label}: slot {slot} is not held"
+            held[slot] -= 1
+            if not held[slot]:
+                del held[slot]
+                free.append(slot)
+        if free:
+            self._slots[tier].free(free)
+
+    def _disown(self, tier: Tier, slot: int) -> None:
+        row, holders = self._adopted[tier].pop(slot)
+        if holders > 1:
+            self._adopted[tier][slot] = (row, holders - 1)
+        self.index.unpin(_rows([row]), tier)
 
     def install(self, tier: Tier, rows: Sequence[int] | Rows, slots: Sequence[int]) -> None:
         """Make pages resident in held slots of a memory tier.
 
-        The slot of a page that has become resident there meanwhile goes back to free.
+        The slot of a page that has become resident there meanwhile goes back to free.  Other
+        holders of a slot keep the page there until they give the slot back.
         """
         array = _rows(rows)
         there = (self.index.residency(array) >> tier & 1).astype(bool)
@@ -100,13 +137,13 @@ class Planner:
             self.give_back(tier, [s for s, known in zip(slots, there, strict=True) if known])
             array = array[~there]
             slots = [s for s, known in zip(slots, there, strict=True) if not known]
-        assert self._held[tier].issuperset(slots), f"{tier.label}: slots not held"
-        self._held[tier].difference_update(slots)
         self.index.set_resident(array, tier, np.asarray(slots, np.int32))
-
-    def holds(self, tier: Tier, slots: Iterable[int]) -> bool:
-        """Return whether all these slots are held."""
-        return self._held[tier].issuperset(slots)
+        for row, slot in zip(array.tolist(), slots, strict=True):
+            others = self._held[tier].pop(slot) - 1
+            if others:
+                self._adopted[tier][slot] = (row, others)
+                for _ in range(others):
+                    self.index.pin(_rows([row]), tier)
 
     def evict(self, tier: Tier, rows: Sequence[int] | Rows) -> None:
         """Drop the copies of pages in a tier; a page without a copy left is forgotten."""
@@ -177,6 +214,11 @@ class Planner:
                 f"{tier.label}: free {slots.free_count} + held {len(self._held[tier])} + "
                 f"resident {resident} = {total}, but the capacity is {slots.capacity}"
             )
+            for slot, (row, holders) in self._adopted[tier].items():
+                assert holders > 0, f"{tier.label}: slot {slot} is adopted by nobody"
+                assert int(self.index.slot([row], tier)[0]) == slot, (
+                    f"{tier.label}: slot {slot} is adopted but holds another page"
+                )
         assert self.free(Tier.DISK) >= 0, f"disk: more than its {self.disk_pages} pages are in use"
 
 

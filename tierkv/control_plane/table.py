@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableSet
 from dataclasses import dataclass, field
 
 from tierkv.identity.spec import GroupKind, LayerGroup
@@ -34,36 +34,54 @@ class GroupTable:
     rows: list[int] = field(default_factory=list)
     _runs: dict[tuple[int, int], list[Run]] = field(default_factory=dict)
 
-    def missing(self, tokens: int, new: int, boundary_tokens: int) -> list[int]:
+    def missing(
+        self, tokens: int, new: int, boundary_tokens: int, floor: int | None = None
+    ) -> list[int]:
         """Return the pages to allocate before ``new`` tokens are appended to ``tokens``.
 
         A sliding group keeps the pages of the last window, and of the window before each
-        boundary (a multiple of ``boundary_tokens``) on the way.
+        boundary (a multiple of ``boundary_tokens``) on the way; with a ``floor``, of every
+        length from there on, so that tokens can be taken back.
         """
         after = tokens + new
-        wanted = set(self.group.needed_pages(after))
+        wanted = self._windows(after, floor)
         if self.group.kind is GroupKind.SLIDING:
             for boundary in _boundaries(tokens, after, boundary_tokens):
                 wanted.update(self.group.needed_pages(boundary))
             # Pages that ended before these tokens are held already, or are not needed.
-            wanted = {page for page in wanted if (page + 1) * self.group.page_tokens > tokens}
+            size = self.group.page_tokens
+            return [p for p in sorted(wanted) if (p + 1) * size > tokens and not self.holds(p)]
         return [page for page in sorted(wanted) if not self.holds(page)]
 
-    def outdated(self, tokens: int, committed: int, boundary_tokens: int) -> list[int]:
-        """Return the pages that neither the window at ``tokens`` nor a boundary needs.
+    def outdated(
+        self, tokens: int, committed: int, boundary_tokens: int, floor: int | None = None
+    ) -> list[int]:
+        """Return the pages that no window from ``floor`` to ``tokens``, nor a boundary, needs.
 
         Boundaries up to ``committed`` tokens have been saved and need nothing here.
         """
         if self.group.kind is not GroupKind.SLIDING:
             return []
-        keep = set(self.group.needed_pages(tokens))
+        keep = self._windows(tokens, floor)
         for boundary in _boundaries(committed, tokens, boundary_tokens):
             keep.update(self.group.needed_pages(boundary))
         return [page for page in range(len(self.slots)) if self.holds(page) and page not in keep]
 
+    def can_resume(self, tokens: int) -> bool:
+        """Return whether every page that resuming at ``tokens`` needs is held."""
+        return all(self.holds(page) for page in self.group.needed_pages(tokens))
+
+    def fork(self) -> GroupTable:
+        """Return a table of the same pages."""
+        return GroupTable(self.group, list(self.slots), list(self.rows))
+
     def holds(self, page: int) -> bool:
         """Return whether a slot holds page ``page``."""
         return page < len(self.slots) and self.slots[page] != NO_SLOT
+
+    def is_private(self, page: int) -> bool:
+        """Return whether page ``page`` is held and not committed."""
+        return self.holds(page) and self.rows[page] == PRIVATE
 
     def set(self, page: int, slot: int, row: int = PRIVATE) -> None:
         """Record that ``slot`` holds page ``page``."""
@@ -107,6 +125,13 @@ class GroupTable:
         for slot, row in zip(self.slots, self.rows, strict=True):
             if slot != NO_SLOT and row != PRIVATE:
                 yield row
+
+    def _windows(self, tokens: int, floor: int | None) -> MutableSet[int]:
+        """Return the pages that resuming at ``tokens``, or anywhere from ``floor`` on, needs."""
+        wanted = set(self.group.needed_pages(tokens))
+        if floor is not None and floor < tokens:
+            wanted.update(range(self.group.needed_pages(floor).start, self.group.pages_for(tokens)))
+        return wanted
 
     def _find_runs(self, first: int, last: int) -> list[Run]:
         runs: list[Run] = []

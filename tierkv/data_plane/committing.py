@@ -12,15 +12,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierkv.control_plane.table import PRIVATE
 from tierkv.identity.keys import key_array
 from tierkv.stats import CommitReport
 from tierkv.storage.format import PAGE_TAIL
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
+    from tierkv.control_plane.table import GroupTable
     from tierkv.data_plane.core import Core
-    from tierkv.data_plane.loading import Loaded
     from tierkv.identity.keys import KeyChain, TokenArray
 
 
@@ -64,13 +63,39 @@ class Committer:
         fresh: keys of the pages that became resident.
     """
 
-    def __init__(self, core: Core, chains: Sequence[KeyChain], loaded: Loaded) -> None:
+    def __init__(
+        self,
+        core: Core,
+        chains: Sequence[KeyChain],
+        tables: Sequence[GroupTable],
+        *,
+        committed: int,
+        turn_end: int,
+    ) -> None:
         self._core = core
         self._chains = chains
-        self._tables = loaded.tables
-        self.committed = loaded.tokens
-        self._turn_end = loaded.resumed
+        self._tables = tables
+        self.committed = committed
+        self._turn_end = turn_end
         self.fresh: list[bytes] = []
+
+    def fork(self, tables: Sequence[GroupTable]) -> Committer:
+        """Return a committer for a fork of the sequence, with page tables of its own."""
+        return Committer(
+            self._core,
+            [chain.fork() for chain in self._chains],
+            tables,
+            committed=self.committed,
+            turn_end=self._turn_end,
+        )
+
+    def crop(self, length: int) -> None:
+        """Forget tokens from ``length`` on; pages that were published stay published."""
+        self.committed = min(self.committed, length)
+        if self._turn_end > length:
+            self._turn_end = 0  # the turn that ended there is no part of this sequence any more
+        for chain in self._chains:
+            chain.crop(length)
 
     def commit(self, tokens: TokenArray, tails: dict[int, int | None] | None) -> CommitReport:
         """Publish the full pages of ``tokens``, and tail pages if given.
@@ -109,7 +134,7 @@ class Committer:
         return [
             _Page(page, chain.key(page), chain.parent(page), (page + 1) * size, size)
             for page in range(self.committed // size, end // size)
-            if table.holds(page) and table.rows[page] == PRIVATE
+            if table.is_private(page)
         ]
 
     def _publish_windows(self, boundary: int, tokens: TokenArray, tally: _Tally) -> None:
@@ -129,9 +154,7 @@ class Committer:
                     size,
                 )
                 for page in group.needed_pages(boundary)
-                if (page + 1) * size <= boundary
-                and table.holds(page)
-                and table.rows[page] == PRIVATE
+                if (page + 1) * size <= boundary and table.is_private(page)
             ]
             self._publish(number, pages, tally)
 

@@ -75,12 +75,26 @@ class LayerView:
         ``min(length, window - 1)`` tokens, so read before appending.
         """
         self._must_be_open()
-        group, stop = self._table.group, self.length
-        start = group.first_needed(stop)
-        return tuple(
-            _gather(view, self._table, start, stop, component.heads, component.dim)
-            for view, component in zip(self._components, group.components, strict=True)
+        group, count = self._table.group, self.readable
+        out = tuple(
+            torch.empty((c.heads, count, c.dim), dtype=view.dtype, device=view.device)
+            for view, c in zip(self._components, group.components, strict=True)
         )
+        self.read_into(out)
+        return out
+
+    @property
+    def readable(self) -> int:
+        """Tokens that :meth:`read` returns now."""
+        return self.length - self._table.group.first_needed(self.length)
+
+    def read_into(self, out: Sequence[Tensor]) -> None:
+        """Copy what :meth:`read` returns into tensors of the same shapes."""
+        self._must_be_open()
+        stop = self.length
+        start = self._table.group.first_needed(stop)
+        for view, tensor in zip(self._components, out, strict=True):
+            _gather(view, self._table, start, stop, tensor)
 
     def __enter__(self) -> LayerView:
         """Wait for the layer's transfers."""
@@ -143,6 +157,39 @@ class LayerGate:
                 )
             view = self._views[layer] = LayerView(self, layer)
         return view
+
+    def fork(self, tables: Sequence[GroupTable], reserve: Callable[[int, int], None]) -> LayerGate:
+        """Return a gate to the same state in other page tables, when nothing is on its way."""
+        assert not self._arriving, "a gate is forked while pages are on their way"
+        other = LayerGate(
+            self._device,
+            self.pool,
+            tables,
+            self._layer_to_group,
+            self.settled_length(),
+            reserve=reserve,
+            timeout_s=self._timeout_s,
+        )
+        other._last_use = self._last_use
+        return other
+
+    def settled_length(self) -> int:
+        """Return the tokens that every layer holds.
+
+        Raises:
+            InvalidInputError: the layers hold different numbers of tokens.
+        """
+        low, high = min(self.written.values()), max(self.written.values())
+        if low != high:
+            raise InvalidInputError(
+                f"the layers hold {low} to {high} tokens: a forward ended in the middle, so the "
+                "sequence can only be abandoned"
+            )
+        return low
+
+    def crop(self, length: int) -> None:
+        """Take back the tokens from ``length`` on."""
+        self.written = dict.fromkeys(self.written, length)
 
     def expect(self, layer: int, event: Event) -> None:
         """Make the next entry into ``layer`` wait for a transfer."""
@@ -218,9 +265,8 @@ def check_states(group: LayerGroup, states: Sequence[Tensor], views: Sequence[Te
     return count
 
 
-def _gather(view: Tensor, table: GroupTable, start: int, stop: int, heads: int, dim: int) -> Tensor:
-    """Copy tokens [start, stop) out of the pages into one contiguous ``[H, T, D]`` tensor."""
-    out = torch.empty((heads, stop - start, dim), dtype=view.dtype, device=view.device)
+def _gather(view: Tensor, table: GroupTable, start: int, stop: int, out: Tensor) -> None:
+    """Copy tokens [start, stop) out of the pages into ``out``, ``[H, T, D]``."""
     size = table.group.page_tokens
     for run in table.runs(start, stop) if stop > start else ():
         low, high = max(start, run.start), min(stop, run.start + run.pages * size)
@@ -230,7 +276,6 @@ def _gather(view: Tensor, table: GroupTable, start: int, stop: int, heads: int, 
         for a, b in ((low, head), (head, tail), (tail, high)):
             if b > a:
                 _copy_span(view, run.slot, run.start, size, a, b, out[:, a - start : b - start])
-    return out
 
 
 def _copy_span(

@@ -146,6 +146,16 @@ class KeyChain:
                 self._digest(self.parent(page), start, tokens[start : start + size])
             )
 
+    def fork(self) -> KeyChain:
+        """Return a chain over the same tokens that grows apart."""
+        other = KeyChain(self.root, self.page_tokens, self._extras)
+        other._digests = list(self._digests)
+        return other
+
+    def crop(self, tokens: int) -> None:
+        """Forget the pages that end behind the first ``tokens`` tokens."""
+        del self._digests[tokens // self.page_tokens :]
+
     def parent(self, page: int) -> bytes:
         """Return the key before page ``page``: the previous page's, or the root."""
         return self._digests[page - 1] if page else self.root
