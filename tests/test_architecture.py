@@ -17,6 +17,15 @@ MAY_IMPORT = {
     "tierkv/devices": LEAVES,
     "tierkv/data_plane": LEAVES
     | {"tierkv.identity", "tierkv.control_plane", "tierkv.devices", "tierkv.storage"},
+    "tierkv/aio": LEAVES
+    | {
+        "tierkv.identity",
+        "tierkv.data_plane",
+        "tierkv.store",
+        "tierkv.sequence",
+        "tierkv.attached",
+        "tierkv.integrations",
+    },
 }
 # Waits, clocks and torch make decisions depend on the machine.
 KEPT_OUT = {

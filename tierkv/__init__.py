@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from tierkv.aio.sequence import AsyncSequence
+    from tierkv.aio.store import AsyncStore
     from tierkv.errors import (
         CapacityError,
         ForkError,
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
 
 # Where each public name lives; a module is imported when one of its names is first asked for.
 _HOMES = {
+    "tierkv.aio.sequence": ("AsyncSequence",),
+    "tierkv.aio.store": ("AsyncStore",),
     "tierkv.errors": (
         "CapacityError",
         "ForkError",
@@ -71,6 +75,8 @@ _HOMES = {
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AsyncSequence",
+    "AsyncStore",
     "CacheSpec",
     "CapacityError",
     "CommitReport",

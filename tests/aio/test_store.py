@@ -1,0 +1,422 @@
+"""The store, awaited: the same results as the plain one, and nothing that blocks the loop."""
+
+import asyncio
+import gc
+import threading
+
+import pytest
+import torch
+from toy_model import FULL, MIXED, states, turn
+
+import tierkv
+from tierkv import (
+    InvalidInputError,
+    PoolExhaustedError,
+    SequenceEndedError,
+    SequenceTooLongError,
+    Store,
+    StoreClosedError,
+    StoreLockedError,
+)
+from tierkv.devices.cpu import CpuEvent
+from tierkv.storage.testing import Gate
+
+TOKENS = list(range(30))
+
+
+async def reached(gate):
+    assert await asyncio.to_thread(gate.reached.wait, 20)
+
+
+async def cancelled(task):
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+@pytest.mark.parametrize("spec", [FULL, MIXED], ids=["full", "mixed"])
+def test_turns_find_what_they_find_without_await(tmp_path, tools, spec):
+    options = tools.options(spec, device=200, host=40, disk=200)
+    talks = [[n, *range(20 + n)] for n in range(3)]
+    with Store.open(tmp_path / "plain", **options) as store:
+        plain = [turn(store, [*talk, 99] * k) for k in (1, 2) for talk in talks]
+        reports = [store.flush()]
+        counters = store.stats().counters
+
+    async def main():
+        async with await tools.AsyncStore.open(tmp_path / "awaited", **options) as store:
+            found = [await tools.turn(store, [*talk, 99] * k) for k in (1, 2) for talk in talks]
+            assert found == plain
+            assert [await store.flush()] == reports
+            assert store.stats().counters == counters
+            await tools.whole(store)
+        async with await tools.AsyncStore.open(tmp_path / "awaited", **options) as store:
+            assert (await tools.turn(store, [*talks[0], 99] * 2)).disk > 0
+
+    tools.run(main())
+
+
+def test_every_call_has_its_twin(tmp_path, tools):
+    async def main():
+        async with await tools.AsyncStore.open(tmp_path / "s", **tools.options()) as store:
+            assert (store.spec, store.closed) == (FULL, False)
+            assert store.namespace is store.sync.namespace
+            async with await store.begin(TOKENS, max_new_tokens=2) as sequence:
+                assert (sequence.length, sequence.found.total, sequence.ended) == (0, 0, False)
+                assert sequence.prompt.tolist() == TOKENS
+                await sequence.reserve(5)
+                await tools.feed(sequence, TOKENS[:10])
+                assert (await sequence.commit(TOKENS)).pages == 2
+                await tools.feed(sequence, TOKENS)
+                fork = await sequence.fork()
+                await sequence.crop(21)
+                assert (sequence.length, fork.length) == (21, 30)
+                await tools.feed(sequence, [*TOKENS[:21], 70])
+                async with fork:
+                    await tools.feed(fork, [*TOKENS, 80])
+                    await fork.finish([*TOKENS, 80])
+                await sequence.finish([*TOKENS[:21], 70])
+            assert (await tools.turn(store, [*TOKENS, 80, 81])).total == 31
+            assert (await tools.turn(store, [*TOKENS[:21], 70, 71])).total == 22
+            assert await store.hint(TOKENS, ttl_s=5) == 7
+            assert await store.pin(TOKENS, owner="me") == 7
+            assert store.unpin("me") == 7
+            assert (await store.flush()).ok
+            await tools.whole(store)
+
+    tools.run(main())
+
+
+def test_a_layer_that_has_arrived_is_entered_without_a_thread(tmp_path, tools, monkeypatch):
+    async def main():
+        async with await tools.AsyncStore.open(tmp_path / "s", **tools.options()) as store:
+            async with await store.begin(TOKENS) as sequence:
+                await sequence.reserve(30)
+                before = store.workers().finished
+                async with sequence.layer(0) as view:
+                    assert view.read()[0].shape[1] == 0
+                assert store.workers().finished == before
+                arriving = CpuEvent()
+                sequence.sync.gate.expect(0, arriving)
+                waits = asyncio.create_task(tools.feed(sequence, TOKENS))
+                while not store.workers().running:
+                    await asyncio.sleep(0)  # the loop goes on while the layer is awaited
+                assert not waits.done()
+                arriving.finish(None)
+                await waits
+                assert sequence.length == 30
+                assert store.workers().finished == before + 2  # the wait, and room for the tokens
+            await tools.whole(store)
+
+    tools.run(main())
+
+
+def test_conversations_run_at_once(tmp_path, tools):
+    options = tools.options(MIXED, device=160, host=16, disk=300)
+
+    async def converse(store, number):
+        tokens, before = [number, *range(9)], 0
+        for step in range(5):
+            found = await tools.turn(store, tokens)
+            assert found.total >= before
+            before = len(tokens)
+            tokens = [*tokens, step, number, step]
+
+    async def main():
+        async with await tools.AsyncStore.open(tmp_path / "s", **options) as store:
+            async with asyncio.TaskGroup() as group:
+                for number in range(8):
+                    group.create_task(converse(store, number))
+            await tools.whole(store)
+
+    tools.run(main())
+
+
+def test_a_begin_is_cancelled_while_a_disk_read_hangs(tmp_path, tools, disk):
+    options = tools.options(io_timeout_s=20)
+    with Store.open(tmp_path / "s", **options) as store:
+        turn(store, TOKENS)
+
+    async def main():
+        async with await tools.AsyncStore.open(tmp_path / "s", **options) as store:
+            gate = Gate()
+            disk.inject("preadv", gate, times=1, match="slabs")
+            task = asyncio.create_task(store.begin([*TOKENS, 1]))
+            await reached(gate)
+            await cancelled(task)  # while the read hangs
+            await store.check()
+            gate.opened.set()
+            await tools.whole(store)
+            assert store.workers().undone == 1
+            assert (await tools.turn(store, [*TOKENS, 1])).total == 30
+
+    tools.run(main())
+
+
+def test_begins_queue_behind_busy_workers_and_are_cancelled_there(tmp_path, tools, disk):
+    options = tools.options(io_timeout_s=20, workers=1)
+    with Store.open(tmp_path / "s", **tools.options()) as store:
+        turn(store, TOKENS)
+
+    async def main():
+        async with await tools.AsyncStore.open(tmp_path / "s", **options) as store:
+            gate = Gate()
+            disk.inject("preadv", gate, times=1, match="slabs")
+            first = asyncio.create_task(store.begin([*TOKENS, 1]))
+            await reached(gate)
+            begins = store.stats().counters["begins"]
+            queued = [asyncio.create_task(store.begin([n, 2])) for n in range(5)]
+            await asyncio.sleep(0)
+            assert store.workers().waiting == 5
+            for task in queued[1:]:
+                await cancelled(task)
+            gate.opened.set()
+            for task in (first, queued[0]):
+                async with await task:
+                    pass
+            await tools.whole(store)
+            assert store.stats().counters["begins"] == begins + 2
+
+    tools.run(main())
+
+
+def test_leaving_waits_for_a_call_that_a_cancellation_left_running(tmp_path, tools):
+    async def main():
+        async with await tools.AsyncStore.open(tmp_path / "s", **tools.options()) as store:
+            gate, left = Gate(), asyncio.Event()
+            sequence = await store.begin(TOKENS)
+            commit = sequence.sync.commit
+            sequence.sync.commit = lambda *a, **k: (gate.hold(), commit(*a, **k))[1]
+
+            async def talk():
+                async with sequence:
+                    await tools.feed(sequence, TOKENS)
+                    try:
+                        await sequence.commit(TOKENS)
+                    finally:
+                        left.set()
+
+            task = asyncio.create_task(talk())
+            await reached(gate)
+            task.cancel()
+            await left.wait()
+            with pytest.raises(InvalidInputError, match="still runs"):
+                sequence.keep_from(None)
+            with pytest.raises(TimeoutError):  # it waits for its turn behind the commit
+                async with asyncio.timeout(0.01):
+                    await sequence.reserve(1)
+            assert not task.done()
+            assert not sequence.ended
+            gate.opened.set()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert sequence.ended
+            await tools.whole(store)
+            assert (await tools.turn(store, TOKENS)).total == 28  # the commit had its effect
+
+    tools.run(main())
+
+
+def test_a_sequence_that_is_dropped_is_abandoned_at_the_next_begin(tmp_path, tools):
+    async def main():
+        async with await tools.AsyncStore.open(tmp_path / "s", **tools.options()) as store:
+            await store.begin(TOKENS)  # nobody keeps it
+            gc.collect()
+            assert store.stats().sequences == 1
+            await tools.turn(store, TOKENS)
+            await tools.whole(store)
+
+    tools.run(main())
+
+
+def test_errors_are_those_of_the_store(tmp_path, tools):
+    async def main():
+        options = tools.options(device=8)
+        async with await tools.AsyncStore.open(tmp_path / "s", **options) as store:
+            with pytest.raises(InvalidInputError, match="token_ids is empty"):
+                await store.begin([])
+            with pytest.raises(SequenceTooLongError):
+                await store.begin(range(1000))
+            with pytest.raises(StoreLockedError):
+                await tools.AsyncStore.open(tmp_path / "s", **options)
+            async with await store.begin(range(24)) as sequence:
+                with pytest.raises(PoolExhaustedError):
+                    await store.begin(range(50, 70))
+                with pytest.raises(InvalidInputError, match="the spec holds layers"):
+                    sequence.layer(9)
+                with pytest.raises(InvalidInputError, match="crop"):
+                    await sequence.crop(99)
+                layer = sequence.layer(0)
+                async with layer as view:
+                    with pytest.raises(InvalidInputError, match="expected 2 tensors"):
+                        await view.append()
+                    with pytest.raises(InvalidInputError, match="expected shape"):
+                        await view.append(torch.zeros(3), torch.zeros(3))
+                    new = states(FULL, 0, range(24), 0, 2)
+                    await view.append(*new)
+                    with pytest.raises(InvalidInputError, match="each step appends"):
+                        await view.append(*new)
+                with pytest.raises(StoreClosedError, match="used outside"):
+                    view.read()
+                with pytest.raises(InvalidInputError, match="only be abandoned"):
+                    await sequence.fork()
+            with pytest.raises(SequenceEndedError):
+                async with layer:
+                    pass
+            with pytest.raises(SequenceEndedError):
+                view.read()
+            with pytest.raises(SequenceEndedError):
+                await sequence.reserve(1)
+            await tools.whole(store)
+
+    tools.run(main())
+
+
+def test_closing_ends_sequences_and_refuses_everything_after(tmp_path, tools):
+    async def main():
+        store = await tools.AsyncStore.open(tmp_path / "s", **tools.options())
+        sequence = await store.begin(TOKENS)
+        async with sequence.layer(0) as view:
+            await asyncio.gather(store.close(), store.close())
+            with pytest.raises(SequenceEndedError):
+                view.read()
+        await sequence.abandon()
+        assert store.closed
+        assert store.sync.closed
+        for call in (store.flush, store.check, lambda: store.begin(TOKENS)):
+            with pytest.raises(StoreClosedError):
+                await call()
+        with pytest.raises(StoreClosedError):
+            store.unpin("me")
+        await store.close()
+
+    tools.run(main())
+
+
+def test_closing_waits_for_calls_that_run(tmp_path, tools, disk):
+    options = tools.options(io_timeout_s=20, workers=1)
+    with Store.open(tmp_path / "s", **tools.options()) as store:
+        turn(store, TOKENS)
+
+    async def main():
+        store = await tools.AsyncStore.open(tmp_path / "s", **options)
+        gate = Gate()
+        disk.inject("preadv", gate, times=1, match="slabs")
+        running = asyncio.create_task(store.begin([*TOKENS, 1]))
+        await reached(gate)
+        waiting = asyncio.create_task(store.begin([5]))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(store.close())
+        with pytest.raises(StoreClosedError):
+            await waiting
+        assert not closing.done()
+        gate.opened.set()
+        sequence = await running
+        await closing
+        assert sequence.ended
+
+    tools.run(main())
+
+
+def test_a_wrapped_store_stays_open(tmp_path, tools):
+    with Store.open(tmp_path / "s", **tools.options()) as plain:
+
+        async def main():
+            async with tools.AsyncStore(plain, workers=2) as store:
+                await tools.turn(store, TOKENS)
+                await store.begin(TOKENS)
+            assert plain.stats().sequences == 0
+
+        tools.run(main())
+        tools.run(main())  # in another loop
+        assert turn(plain, TOKENS).total == 29
+
+
+def test_a_store_outlives_a_loop(tmp_path, tools):
+    store = tools.run(tools.AsyncStore.open(tmp_path / "s", **tools.options()))
+    tools.run(tools.turn(store, TOKENS))
+    assert tools.run(tools.turn(store, TOKENS)).total == 29
+    tools.run(store.close())
+
+
+def test_a_loop_that_is_closed_early_loses_nothing(tmp_path, tools, disk):
+    options = tools.options(io_timeout_s=20)
+    with Store.open(tmp_path / "s", **options) as store:
+        turn(store, TOKENS)
+    store = tools.run(tools.AsyncStore.open(tmp_path / "s", **options))
+    gate, loop = Gate(), asyncio.new_event_loop()
+    disk.inject("preadv", gate, times=1, match="slabs")
+    begin = store.begin([*TOKENS, 1])
+
+    async def step():
+        begin.send(None)
+
+    loop.run_until_complete(step())
+    assert gate.reached.wait(20)
+    loop.close()
+    gate.opened.set()
+    begin.close()
+    tools.run(tools.whole(store))
+    tools.run(store.close())
+
+
+async def scenario(tools, path, options):
+    """Every awaited call once, each a moment at which the task may be cancelled."""
+    async with await tools.AsyncStore.open(path, **options) as store:
+        scenario.store = store
+        async with await store.begin(TOKENS) as sequence:
+            await sequence.reserve(20)
+            sequence.keep_from(18)
+            await tools.feed(sequence, TOKENS[:20])
+            await sequence.commit(TOKENS[:20], turn_end=True)
+            async with await sequence.fork() as fork:
+                await sequence.crop(18)
+                await tools.feed(fork, TOKENS)
+                await fork.finish(TOKENS)
+            await sequence.abandon()
+        await store.hint(TOKENS, ttl_s=1)
+        await store.pin(TOKENS, owner="me")
+        store.unpin("me")
+        await store.flush()
+        await store.check()
+
+
+@pytest.mark.parametrize("moment", ["waiting", "running", "arrived"])
+def test_cancelled_at_every_await(tmp_path, tools, moment):
+    cut = 0
+    while True:
+        options = tools.options(MIXED, device=100, workers=2)
+        with pytest.MonkeyPatch.context() as patch:
+            interrupter = tools.Interrupter(patch, cut, moment)
+
+            async def main(at=interrupter, options=options, path=tmp_path / f"s{cut}"):
+                scenario.store = None
+                at.task = asyncio.create_task(scenario(tools, path, options))
+                (outcome,) = await asyncio.gather(at.task, return_exceptions=True)
+                store = scenario.store
+                if store is not None:
+                    await store.close()
+                    stats = store.workers()
+                    assert (stats.waiting, stats.running, stats.failed_unseen) == (0, 0, 0)
+                return outcome
+
+            outcome = tools.run(main())
+        for thread in threading.enumerate():
+            if thread.name.startswith("tierkv-aio"):
+                thread.join(20)
+        # The directory is free, every page that was committed is whole, nothing is held.
+        with Store.open(tmp_path / f"s{cut}", **tools.options(MIXED, device=100)) as store:
+            turn(store, TOKENS)
+            store.check()
+            assert store.stats().tiers["device"].held == 0
+        if not interrupter.fired:
+            assert outcome is None
+            break
+        assert isinstance(outcome, asyncio.CancelledError), (cut, outcome)
+        cut += 1
+    assert cut >= 14
+
+
+def test_public_names_need_no_event_loop():
+    assert tierkv.AsyncStore.open is not None
+    assert tierkv.AsyncSequence is not None
