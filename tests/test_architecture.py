@@ -17,6 +17,14 @@ MAY_IMPORT = {
     "tierkv/devices": LEAVES,
     "tierkv/data_plane": LEAVES
     | {"tierkv.identity", "tierkv.control_plane", "tierkv.devices", "tierkv.storage"},
+    "tierkv/attached": LEAVES
+    | {
+        "tierkv.identity",
+        "tierkv.control_plane",
+        "tierkv.devices",
+        "tierkv.storage",
+        "tierkv.data_plane",
+    },
     "tierkv/aio": LEAVES
     | {
         "tierkv.identity",

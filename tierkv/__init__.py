@@ -14,6 +14,12 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tierkv.aio.sequence import AsyncSequence
     from tierkv.aio.store import AsyncStore
+    from tierkv.attached.keys import EnginePage, PageKeys
+    from tierkv.attached.lease import Lease
+    from tierkv.attached.loads import LoadTicket
+    from tierkv.attached.pool import AttachedPool
+    from tierkv.attached.results import LoadResult, PoolStats, SaveResult
+    from tierkv.attached.saves import SaveTicket
     from tierkv.errors import (
         CapacityError,
         ForkError,
@@ -34,6 +40,7 @@ if TYPE_CHECKING:
         UnsupportedError,
     )
     from tierkv.identity.keys import Namespace
+    from tierkv.identity.opaque import OpaqueGroup
     from tierkv.identity.spec import CacheSpec, Component, GroupKind, LayerGroup
     from tierkv.sequence import Sequence
     from tierkv.stats import CommitReport, FlushReport, Found, StoreStats, TierStats
@@ -45,6 +52,12 @@ if TYPE_CHECKING:
 _HOMES = {
     "tierkv.aio.sequence": ("AsyncSequence",),
     "tierkv.aio.store": ("AsyncStore",),
+    "tierkv.attached.keys": ("EnginePage", "PageKeys"),
+    "tierkv.attached.lease": ("Lease",),
+    "tierkv.attached.loads": ("LoadTicket",),
+    "tierkv.attached.pool": ("AttachedPool",),
+    "tierkv.attached.results": ("LoadResult", "PoolStats", "SaveResult"),
+    "tierkv.attached.saves": ("SaveTicket",),
     "tierkv.errors": (
         "CapacityError",
         "ForkError",
@@ -65,6 +78,7 @@ _HOMES = {
         "UnsupportedError",
     ),
     "tierkv.identity.keys": ("Namespace",),
+    "tierkv.identity.opaque": ("OpaqueGroup",),
     "tierkv.sequence": ("Sequence",),
     "tierkv.identity.spec": ("CacheSpec", "Component", "GroupKind", "LayerGroup"),
     "tierkv.stats": ("CommitReport", "FlushReport", "Found", "StoreStats", "TierStats"),
@@ -77,21 +91,31 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "AsyncSequence",
     "AsyncStore",
+    "AttachedPool",
     "CacheSpec",
     "CapacityError",
     "CommitReport",
     "Component",
+    "EnginePage",
     "FlushReport",
     "ForkError",
     "Found",
     "GroupKind",
     "InvalidInputError",
     "LayerGroup",
+    "Lease",
+    "LoadResult",
+    "LoadTicket",
     "Namespace",
     "NamespaceMismatchError",
     "NotAStoreError",
+    "OpaqueGroup",
+    "PageKeys",
     "PinError",
     "PoolExhaustedError",
+    "PoolStats",
+    "SaveResult",
+    "SaveTicket",
     "Sequence",
     "SequenceEndedError",
     "SequenceTooLongError",

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from tierkv.attached.attaching import Attachments
 from tierkv.control_plane.hints import Hints
 from tierkv.control_plane.match import match
 from tierkv.data_plane.flushing import flush
@@ -26,6 +27,8 @@ from tierkv.sequence import Sequence
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
+    from tierkv.attached.pool import AttachedPool
+    from tierkv.attached.views import PoolTensors
     from tierkv.control_plane.planner import Rows
     from tierkv.data_plane.core import Core
     from tierkv.identity.spec import CacheSpec
@@ -48,6 +51,7 @@ class Store:
         self._loader = Loader(core, self._transfers)
         self._hints = Hints(core.planner)
         self._running = Running(core, self._sequence_ended)
+        self._attachments = Attachments(core, self._transfers, self._hints, self._publish)
         self._pid = os.getpid()
         self._closed = False
 
@@ -58,7 +62,7 @@ class Store:
         spec: CacheSpec,
         namespace: Namespace,
         *,
-        device: int | str = "256MiB",
+        device: int | str | None = "256MiB",
         host: int | str | None = "1GiB",
         disk: int | str | None = "8GiB",
         torch_device: str = "cpu",
@@ -77,7 +81,8 @@ class Store:
             path: directory of the disk tier; None for a store in memory only.
             spec: the model's layer groups.
             namespace: the identity of the pages, built from the same spec.
-            device: bytes of the device pool.
+            device: bytes of the device pool; None for none, when engines attach pools of
+                their own.
             host: bytes of the host tier; None for as little as transfers need.
             disk: bytes of the disk tier; None for none.
             torch_device: where the device pool lives.
@@ -160,6 +165,11 @@ class Store:
         """
         self._must_be_open()
         core = self._core
+        if not core.pool.num_slots:
+            raise InvalidInputError(
+                "begin: the store was opened with device=None and has no device pool of its own; "
+                "attach an engine's pool with attach_pool, or open it with a budget for device"
+            )
         tokens = as_tokens(token_ids)
         if not len(tokens):
             raise InvalidInputError("begin: token_ids is empty; a sequence needs one token or more")
@@ -191,6 +201,22 @@ class Store:
             raise
         self._reporter.publish(self.stats)
         return sequence
+
+    def attach_pool(self, tensors: PoolTensors, *, layout: str) -> AttachedPool:
+        """Put this store's host and disk tiers behind a paged pool that an engine owns.
+
+        Args:
+            tensors: for each model layer of the spec its blocks, ``[num_blocks, ...]``: one
+                tensor, or several whose bytes make a block one after the other (K and V
+                apart).  Any strides; only views are taken.
+            layout: what the bytes of a block mean; must be the spec's layout.
+
+        Raises:
+            NamespaceMismatchError: another layout than the spec's.
+            InvalidInputError: tensors that do not fit the spec.
+        """
+        self._must_be_open()
+        return self._attachments.attach(tensors, layout)
 
     def hint(
         self,
@@ -248,6 +274,7 @@ class Store:
     def flush(self) -> FlushReport:
         """Make every committed page durable; return what is."""
         self._must_be_open()
+        self._attachments.settle()
         report = flush(self._core, self._transfers)
         self._reporter.save_usage()
         self._reporter.publish(self.stats, pages=True)
@@ -270,6 +297,7 @@ class Store:
             self._transfers.check()
             self._loader.check()
             self._running.check()
+            self._attachments.check()
         core.device.check()
         core.arena.check()
         if core.disk is not None:
@@ -281,6 +309,7 @@ class Store:
             return
         self._must_be_open()
         self._running.abandon_all()
+        self._attachments.close()
         with self._core.lock:
             self._hints.clear()
         try:
@@ -324,6 +353,9 @@ class Store:
     def _sequence_ended(self) -> None:
         """Called when a sequence has given everything back."""
         self._transfers.write_behind()
+        self._reporter.publish(self.stats)
+
+    def _publish(self) -> None:
         self._reporter.publish(self.stats)
 
     def _must_be_open(self) -> None:

@@ -20,11 +20,12 @@ from numpy.typing import NDArray
 
 from tierkv.control_plane._accept import Acceptor, make_acceptor
 from tierkv.control_plane.index import ANYWHERE, PrefixIndex
-from tierkv.identity.keys import KeyChain, TokenArray, key_array
+from tierkv.identity.keys import KeyArray, KeyChain, TokenArray, key_array
 from tierkv.identity.spec import CacheSpec
 
 # Turn ends tried, the farthest first; each costs one hash a group.
 MAX_ENDS = 256
+_ELSEWHERE = 0  # stands in the row of a page that the caller holds; any row that is not -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,13 +88,58 @@ def match(
     return Match(length, tuple(_select(group, length) for group in groups))
 
 
-def _longest(groups: Sequence[Acceptor], limit: int) -> int:
-    """Return the largest length up to ``limit`` that all groups accept."""
+def match_pages(
+    index: PrefixIndex,
+    spec: CacheSpec,
+    keys: Sequence[KeyArray],
+    *,
+    limit: int,
+    computed: int = 0,
+    within: int = ANYWHERE,
+) -> Match:
+    """Return the longest prefix of whole pages that all layer groups can resume.
+
+    For callers with keys of their own and pages to copy whole; tails are not looked for.
+
+    Args:
+        index: the prefix index.
+        spec: the layer groups.
+        keys: keys of each group's pages, from the first on.
+        limit: longest prefix wanted.
+        computed: tokens that the caller holds already; pages before them are not looked for
+            and not part of the answer, which is shorter than this only when it is empty.
+        within: the tiers whose pages count, as bits ``1 << tier``.
+    """
+    groups = []
+    for group, array in zip(spec.groups, keys, strict=True):
+        rows = index.find(array[: group.pages_for(limit)], within=within)
+        rows[: computed // group.page_tokens] = _ELSEWHERE
+        groups.append(make_acceptor(group, rows, limit))
+    unit = int(np.lcm.reduce([group.page_tokens for group in spec.groups]))
+    length = _longest(groups, limit, unit)
+    if length <= computed:
+        return Match(0, tuple(GroupMatch(_no_rows(), 0, False) for _ in groups))
+    return Match(length, tuple(_beyond(_select(group, length), group, computed) for group in groups))
+
+
+def _beyond(found: GroupMatch, group: Acceptor, computed: int) -> GroupMatch:
+    """Leave the pages out that end within the first ``computed`` tokens."""
+    skipped = max(0, computed // group.size - found.first_page)
+    return GroupMatch(found.rows[skipped:], found.first_page + skipped, False)
+
+
+def _no_rows() -> NDArray[np.int32]:
+    return np.empty(0, np.int32)
+
+
+def _longest(groups: Sequence[Acceptor], limit: int, unit: int = 1) -> int:
+    """Return the largest multiple of ``unit`` up to ``limit`` that all groups accept."""
     length, before = limit, -1
     while length != before:
         before = length
         for group in groups:
             length = group.floor(length)
+        length -= length % unit
     return length
 
 

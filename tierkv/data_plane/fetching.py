@@ -29,9 +29,15 @@ class FetchOutcome(Enum):
 class Fetcher:
     """Brings disk pages into host memory, each read once however many ask for it."""
 
-    def __init__(self, core: Core, transfers: Transfers) -> None:
+    def __init__(
+        self,
+        core: Core,
+        transfers: Transfers,
+        memory: Sequence[Tier] = (Tier.DEVICE, Tier.HOST),
+    ) -> None:
         self._core = core
         self._transfers = transfers
+        self._memory = tuple(memory)  # the tiers whose copies will do, the best first
         self._reading: dict[int, threading.Event] = {}
 
     def fetch(self, rows: Sequence[int], claims: Claims, deadline: float) -> FetchOutcome:
@@ -63,7 +69,7 @@ class Fetcher:
         """Move claims to the nearest copies in memory; return the pages that have none."""
         residency = self._core.index.residency(rows).tolist()
         absent = list(rows)
-        for tier in (Tier.DEVICE, Tier.HOST):
+        for tier in self._memory:
             there = [row for row, r in zip(rows, residency, strict=True) if r >> tier & 1]
             claims.move([row for row in there if row in absent], tier)
             absent = [row for row in absent if row not in set(there)]

@@ -49,7 +49,7 @@ class Options:
         InvalidInputError: one of them cannot work.
     """
 
-    device: int | str
+    device: int | str | None
     host: int | str | None
     disk: int | str | None
     torch_device: str
@@ -63,7 +63,7 @@ class Options:
     def __post_init__(self) -> None:
         for name in ("device", "host", "disk"):
             value = getattr(self, name)
-            if value is not None or name == "device":
+            if value is not None:
                 parse_bytes(value, name=name)
         if self.boundary_pages < 1:
             raise InvalidInputError(f"boundary_pages must be >= 1, got {self.boundary_pages}")
@@ -81,13 +81,14 @@ def open_core(
     wall_clock: Callable[[], float],
 ) -> Core:
     """Open the tiers and put them together; nothing stays open when that fails."""
-    _check_spec(spec, namespace)
+    _check_spec(spec, namespace, options)
     disk = _open_disk(directory, spec, namespace, options)
     opened: list[Callable[[], object]] = [] if disk is None else [disk.close]
     try:
         device = open_device(options.torch_device)
         opened.append(device.close)
-        pool = DevicePool(device, spec, parse_bytes(options.device, name="device"))
+        budget = None if options.device is None else parse_bytes(options.device, name="device")
+        pool = DevicePool(device, spec, budget)
         host_pages = _host_pages(spec, options)
         arena = HostArena(host_pages + _STAGING_PAGES, spec.slot_bytes)
         opened.append(arena.close)
@@ -126,7 +127,7 @@ def open_core(
         raise
 
 
-def _check_spec(spec: CacheSpec, namespace: Namespace) -> None:
+def _check_spec(spec: CacheSpec, namespace: Namespace, options: Options) -> None:
     described = json.loads(namespace.description).get("spec")
     if described != spec.identity():
         raise NamespaceMismatchError(
@@ -134,10 +135,11 @@ def _check_spec(spec: CacheSpec, namespace: Namespace) -> None:
             "Namespace.build(spec, weights=...) from the same spec"
         )
     kinds = [g.name for g in spec.groups if g.kind is GroupKind.SNAPSHOT]
-    if kinds:
+    if kinds and options.device is not None:
         raise UnsupportedError(
             f"layer groups {kinds}: snapshots of recurrent state can be described and stored, "
-            "but sequences cannot run on them yet"
+            "but sequences cannot run on them yet; open the store with device=None to attach "
+            "the pool of an engine that runs them"
         )
 
 

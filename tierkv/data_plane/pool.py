@@ -24,16 +24,17 @@ class DevicePool:
     Args:
         device: where the memory lives.
         spec: the geometry of the pages.
-        capacity_bytes: the budget; the pool holds as many whole slots as fit.
+        capacity_bytes: the budget; the pool holds as many whole slots as fit.  None for a
+            pool without slots, of a store that serves attached pools only.
 
     Raises:
         CapacityError: not even one page of each layer group fits.
     """
 
-    def __init__(self, device: Device, spec: CacheSpec, capacity_bytes: int) -> None:
+    def __init__(self, device: Device, spec: CacheSpec, capacity_bytes: int | None) -> None:
         slot_bytes = spec.slot_bytes
-        self.num_slots = capacity_bytes // slot_bytes
-        if self.num_slots < len(spec.groups):
+        self.num_slots = 0 if capacity_bytes is None else capacity_bytes // slot_bytes
+        if capacity_bytes is not None and self.num_slots < len(spec.groups):
             raise CapacityError(
                 f"device pool: {format_bytes(capacity_bytes)} holds {self.num_slots} pages of "
                 f"{format_bytes(slot_bytes)}, but each of the {len(spec.groups)} layer groups "

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tierkv.errors import SpecError
+
+if TYPE_CHECKING:
+    from tierkv.identity.opaque import OpaqueGroup
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -79,6 +82,7 @@ class LayerGroup:
         dtype: element type, a key of ``DTYPE_BYTES``.
         page_tokens: tokens a page covers; for a snapshot group, tokens between snapshots.
         window: tokens a sliding layer attends to, the current one included.
+        block_tokens: tokens of a block, where a page is made of another engine's blocks.
     """
 
     name: str
@@ -88,6 +92,7 @@ class LayerGroup:
     dtype: str
     page_tokens: int
     window: int | None = None
+    block_tokens: int | None = None
 
     def __post_init__(self) -> None:
         where = f"layer group {self.name!r}"
@@ -108,6 +113,16 @@ class LayerGroup:
             )
         if self.window is not None and self.window < 2:
             raise SpecError(f"{where}: window must be at least 2 tokens, got {self.window}")
+        if self.block_tokens is not None and self.page_tokens % self.block_tokens:
+            raise SpecError(
+                f"{where}: a page of {self.page_tokens} tokens is no whole number of blocks of "
+                f"{self.block_tokens}"
+            )
+
+    @property
+    def blocks_per_page(self) -> int:
+        """Blocks of another engine's pool that make a page; 1 where a page is one block."""
+        return 1 if self.block_tokens is None else self.page_tokens // self.block_tokens
 
     @property
     def rows(self) -> int:
@@ -167,7 +182,7 @@ class LayerGroup:
 
     def identity(self) -> dict[str, Any]:
         """Return everything that decides the meaning of a page's bytes."""
-        return {
+        described: dict[str, Any] = {
             "name": self.name,
             "kind": str(self.kind),
             "layers": list(self.layers),
@@ -176,6 +191,9 @@ class LayerGroup:
             "page_tokens": self.page_tokens,
             "window": self.window,
         }
+        if self.block_tokens is not None:
+            described["block_tokens"] = self.block_tokens
+        return described
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,6 +238,23 @@ class CacheSpec:
         from tierkv.identity.model_config import spec_from_config
 
         return spec_from_config(config, dtype=dtype, page_tokens=page_tokens)
+
+    @classmethod
+    def opaque(cls, layout: str, groups: Sequence[OpaqueGroup], *, rope: str = "") -> CacheSpec:
+        """Return the spec of pages made of another engine's blocks, bytes left as they are.
+
+        Args:
+            layout: engine, layout, attention backend and instruction set: whatever decides
+                what the bytes of a block mean.
+            groups: the layer groups, as the engine's pool has them.
+            rope: canonical description of the position encoding.
+
+        Raises:
+            SpecError: sizes that do not divide, or no layout.
+        """
+        from tierkv.identity.opaque import opaque_spec
+
+        return opaque_spec(layout, groups, rope=rope)
 
     @cached_property
     def layer_to_group(self) -> dict[int, int]:

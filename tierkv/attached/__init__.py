@@ -1,0 +1,1 @@
+"""Pools that another engine owns: its page keys in, its block ids out and in."""
