@@ -119,7 +119,9 @@ def match_pages(
     length = _longest(groups, limit, unit)
     if length <= computed:
         return Match(0, tuple(GroupMatch(_no_rows(), 0, False) for _ in groups))
-    return Match(length, tuple(_beyond(_select(group, length), group, computed) for group in groups))
+    return Match(
+        length, tuple(_beyond(_select(group, length), group, computed) for group in groups)
+    )
 
 
 def _beyond(found: GroupMatch, group: Acceptor, computed: int) -> GroupMatch:
