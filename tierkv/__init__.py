@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         TierKVError,
         UnsupportedError,
     )
+    from tierkv.events import EventKind, EventQueue, PageEvent
     from tierkv.identity.keys import Namespace
     from tierkv.identity.opaque import OpaqueGroup
     from tierkv.identity.spec import CacheSpec, Component, GroupKind, LayerGroup
@@ -77,6 +78,7 @@ _HOMES = {
         "TierKVError",
         "UnsupportedError",
     ),
+    "tierkv.events": ("EventKind", "EventQueue", "PageEvent"),
     "tierkv.identity.keys": ("Namespace",),
     "tierkv.identity.opaque": ("OpaqueGroup",),
     "tierkv.sequence": ("Sequence",),
@@ -97,6 +99,8 @@ __all__ = [
     "CommitReport",
     "Component",
     "EnginePage",
+    "EventKind",
+    "EventQueue",
     "FlushReport",
     "ForkError",
     "Found",
@@ -110,6 +114,7 @@ __all__ = [
     "NamespaceMismatchError",
     "NotAStoreError",
     "OpaqueGroup",
+    "PageEvent",
     "PageKeys",
     "PinError",
     "PoolExhaustedError",

@@ -18,6 +18,7 @@ from tierkv.data_plane.flushing import flush
 from tierkv.data_plane.loading import Loader
 from tierkv.data_plane.opening import Options, open_core
 from tierkv.data_plane.room import check_fits
+from tierkv.data_plane.subscribing import subscribe
 from tierkv.data_plane.transfer import Transfers
 from tierkv.errors import ForkError, InvalidInputError, StoreClosedError
 from tierkv.identity.keys import Extras, KeyChain, Namespace, as_tokens
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from tierkv.attached.views import PoolTensors
     from tierkv.control_plane.planner import Rows
     from tierkv.data_plane.core import Core
+    from tierkv.events import EventQueue
     from tierkv.identity.spec import CacheSpec
     from tierkv.stats import FlushReport, StoreStats
 
@@ -270,6 +272,22 @@ class Store:
         self._must_be_open()
         with self._core.lock:
             return self._hints.unpin(owner)
+
+    def subscribe(self, *, token_ids: bool = False, limit: int = 65536) -> EventQueue:
+        """Return a queue of which pages come to tiers and leave them, from now on.
+
+        Begin with its ``snapshot``, which names what is there; nothing is lost in between.
+
+        Args:
+            token_ids: name the token ids of pages committed from now on, which costs their
+                memory while the pages are in any tier.
+            limit: events kept for a slow consumer; then the oldest are dropped and counted.
+
+        Raises:
+            InvalidInputError: a limit below 1.
+        """
+        self._must_be_open()
+        return subscribe(self._core, token_ids=token_ids, limit=limit)
 
     def flush(self) -> FlushReport:
         """Make every committed page durable; return what is."""

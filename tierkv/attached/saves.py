@@ -14,6 +14,7 @@ import numpy as np
 from tierkv.attached.copies import Run, copies
 from tierkv.attached.flights import Block, Flight
 from tierkv.attached.results import SaveResult
+from tierkv.control_plane.journal import Note
 from tierkv.devices.base import DeviceError
 from tierkv.errors import InvalidInputError, StoreClosedError
 from tierkv.identity.keys import key_array
@@ -237,6 +238,10 @@ class SaveTicket(Flight):
                 self._results[at] = SaveResult.STORED
                 fresh.append((at, row))
         new = np.asarray([row for _, row in fresh], np.int32)
+        if core.planner.journal is not None:
+            ids = core.planner.journal.wants_token_ids
+            notes = (_note(self.pages[at], token_ids=ids) for at, _ in fresh)
+            core.planner.journal.note(new.tolist(), notes)
         core.planner.install(Tier.HOST, new, [self._slots[at] for at, _ in fresh])
         core.count_bytes(new, Tier.DEVICE, Tier.HOST)
         return [self.pages[at].key for at, _ in fresh]
@@ -275,3 +280,9 @@ class SaveTicket(Flight):
                 totals.skipped_pages += 1
             else:
                 counters.save_failures += 1
+
+
+def _note(page: EnginePage, *, token_ids: bool) -> Note:
+    """Return what only the engine knows of a page."""
+    ids = page.token_ids if token_ids else None
+    return Note(page.engine_hash, page.parent_hash, None if ids is None else tuple(ids.tolist()))

@@ -26,6 +26,8 @@ from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
     from tierkv.control_plane.index import PrefixIndex
+    from tierkv.control_plane.journal import Journal
+    from tierkv.identity.keys import TokenArray
 
 Rows = NDArray[np.int32]
 MEMORY_TIERS = (Tier.DEVICE, Tier.HOST)
@@ -61,6 +63,7 @@ class Planner:
         self._held: dict[Tier, dict[int, int]] = {tier: {} for tier in MEMORY_TIERS}
         self._adopted: dict[Tier, dict[int, tuple[int, int]]] = {t: {} for t in MEMORY_TIERS}
         self._disk_booked = 0
+        self.journal: Journal | None = None  # while somebody subscribes to events
 
     def capacity(self, tier: Tier) -> int:
         """Return the pages that fit into a tier."""
@@ -138,6 +141,8 @@ class Planner:
             array = array[~there]
             slots = [s for s, known in zip(slots, there, strict=True) if not known]
         self.index.set_resident(array, tier, np.asarray(slots, np.int32))
+        if self.journal is not None:
+            self.journal.stored(tier, array)
         for row, slot in zip(array.tolist(), slots, strict=True):
             others = self._held[tier].pop(slot) - 1
             if others:
@@ -152,6 +157,8 @@ class Planner:
             return
         if tier in self._slots:
             self._slots[tier].free(self.index.slot(array, tier))
+        if self.journal is not None:
+            self.journal.removed(tier, array)
         self.index.clear_resident(array, tier)
 
     def victims(self, tier: Tier, count: int) -> Victims:
@@ -186,6 +193,8 @@ class Planner:
         if short > 0:
             rows = self.index.victims(Tier.DISK, short)
             evicted = [self.index.key(row) for row in rows.tolist()]
+            if self.journal is not None:
+                self.journal.removed(Tier.DISK, rows)
             self.index.clear_resident(rows, Tier.DISK)
             self.index.unpin(rows, Tier.DISK)
         granted = max(0, min(count, self.free(Tier.DISK)))
@@ -197,7 +206,16 @@ class Planner:
         assert len(written) <= booked <= self._disk_booked
         self._disk_booked -= booked
         if len(written):
-            self.index.set_resident(_rows(written), Tier.DISK)
+            rows = _rows(written)
+            new = rows[(self.index.residency(rows) >> Tier.DISK & 1) == 0]
+            self.index.set_resident(new, Tier.DISK)
+            if self.journal is not None:
+                self.journal.stored(Tier.DISK, new)
+
+    def note_tokens(self, rows: Sequence[int], tokens: TokenArray) -> None:
+        """Tell subscribers' journal the ids of the sequence that committed these pages."""
+        if self.journal is not None:
+            self.journal.note_tokens(rows, tokens)
 
     def check(self) -> None:
         """Prove free + held + resident = capacity in each memory tier.

@@ -77,6 +77,7 @@ class Committer:
         self._tables = tables
         self.committed = committed
         self._turn_end = turn_end
+        self._tokens: TokenArray = np.empty(0, np.uint32)
         self.fresh: list[bytes] = []
 
     def fork(self, tables: Sequence[GroupTable]) -> Committer:
@@ -106,6 +107,7 @@ class Committer:
                 partial page (None hands the sequence's own page over).
         """
         spec, tally = self._core.spec, _Tally()
+        self._tokens = tokens
         for chain in self._chains:
             chain.extend(tokens)
         anchor = spec.anchor
@@ -246,6 +248,7 @@ class Committer:
             flags=np.asarray([page.flags for page in pages], np.uint8),
             now=int(self._core.wall_clock()),
         ).tolist()
+        self._core.planner.note_tokens(rows, self._tokens)
         return rows
 
     def _supersede(self, tokens: TokenArray, before: int) -> None:
