@@ -113,11 +113,11 @@ class Sequence:
             DeviceError: pages on their way did not arrive.
         """
         self._must_run()
-        self.gate.settled_length()
+        length = self.gate.settled_length()
         self._await_arrivals()
         core = self._core
         with core.lock:
-            holding = self._holding.fork()
+            holding = self._holding.fork(length)
             other = Sequence(
                 core,
                 self._loader,

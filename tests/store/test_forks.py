@@ -56,6 +56,24 @@ def test_forks_share_every_page_until_they_write(open_store):
     assert used(store) == 0
 
 
+@pytest.mark.parametrize("length", [3, 4])
+def test_pages_obtained_ahead_are_not_shared(open_store, length):
+    store = open_store(device=200)
+    tokens = list(range(length))
+    first = store.begin(tokens, max_new_tokens=20)
+    feed(first, tokens)
+    fork = first.fork()
+    left, right = [*tokens, *range(50, 60)], [*tokens, *range(70, 80)]
+    for cut in range(length + 1, length + 11):
+        feed(first, left, cut)
+        feed(fork, right, cut)
+        store.check()
+    first.finish(left)
+    fork.finish(right)
+    for talk in (left, right):
+        assert turn(store, [*talk, 1]).total == len(talk)
+
+
 def test_a_fork_outlives_its_parent_however_that_ends(open_store):
     for end in ("finish", "abandon"):
         store = open_store(MIXED, device=200, path=None, disk=None)

@@ -126,7 +126,7 @@ def test_generation_that_stops_early(kv: TierKV, model: Any, prompt: Any) -> Non
         assert cache.found.total == expected.shape[1] - 1
 
 
-@pytest.mark.parametrize("ids", [[], [[]], [1.5], [-1], "text", [[1], [2]]])
+@pytest.mark.parametrize("ids", [[], [[]], [1.5], [-1], "text", [[1], []], [[[1]]]])
 def test_ids_that_are_none(kv: TierKV, ids: Any) -> None:
     with pytest.raises(InvalidInputError, match="ids"):
         kv.cache(ids)

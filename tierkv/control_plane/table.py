@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, MutableSet
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tierkv.identity.spec import GroupKind, LayerGroup
 
+Pages = set[int]
 NO_SLOT = -1
 PRIVATE = -1
 
@@ -71,9 +72,9 @@ class GroupTable:
         """Return whether every page that resuming at ``tokens`` needs is held."""
         return all(self.holds(page) for page in self.group.needed_pages(tokens))
 
-    def fork(self) -> GroupTable:
-        """Return a table of the same pages."""
-        return GroupTable(self.group, list(self.slots), list(self.rows))
+    def fork(self, pages: int) -> GroupTable:
+        """Return a table of the first ``pages`` pages."""
+        return GroupTable(self.group, self.slots[:pages], self.rows[:pages])
 
     def holds(self, page: int) -> bool:
         """Return whether a slot holds page ``page``."""
@@ -126,7 +127,7 @@ class GroupTable:
             if slot != NO_SLOT and row != PRIVATE:
                 yield row
 
-    def _windows(self, tokens: int, floor: int | None) -> MutableSet[int]:
+    def _windows(self, tokens: int, floor: int | None) -> Pages:
         """Return the pages that resuming at ``tokens``, or anywhere from ``floor`` on, needs."""
         wanted = set(self.group.needed_pages(tokens))
         if floor is not None and floor < tokens:

@@ -37,13 +37,17 @@ class Holding:
         self.transfers = transfers
         self._boundary_tokens = core.boundary_tokens
 
-    def fork(self) -> Holding:
-        """Return a holding of the same pages.  Call with the store's lock held."""
+    def fork(self, length: int) -> Holding:
+        """Return a holding of the pages of ``length`` tokens.  Call with the store's lock held.
+
+        Pages obtained ahead are not shared: two sequences would write into them.
+        """
         core = self._core
-        other = Holding(core, self.transfers, [table.fork() for table in self.tables])
+        tables = [table.fork(table.group.pages_for(length)) for table in self.tables]
+        other = Holding(core, self.transfers, tables)
         other.floor, other._boundary_tokens = self.floor, self._boundary_tokens
-        core.planner.share(Tier.DEVICE, self.private_slots())
-        core.index.pin(np.asarray(self.shared_rows(), np.int32), Tier.DEVICE)
+        core.planner.share(Tier.DEVICE, other.private_slots())
+        core.index.pin(np.asarray(other.shared_rows(), np.int32), Tier.DEVICE)
         return other
 
     def obtain(self, start: int, count: int, *, ahead: bool) -> int:

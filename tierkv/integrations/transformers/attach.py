@@ -10,22 +10,24 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from tierkv.errors import InvalidInputError, NamespaceMismatchError, SpecError, StoreClosedError
-from tierkv.identity.keys import as_tokens
 from tierkv.identity.spec import CacheSpec
 from tierkv.identity.weights import tensor_versions
+from tierkv.integrations.transformers.batch import Batch, Row
 from tierkv.integrations.transformers.cache import TierKVCache
+from tierkv.integrations.transformers.feed import Feed
+from tierkv.integrations.transformers.generating import feed_rows, generate
 from tierkv.integrations.transformers.guard import ForwardGuard
 from tierkv.integrations.transformers.identity import (
     adapter_state,
     inner_model,
     model_namespace,
 )
+from tierkv.integrations.transformers.keeping import Endings
+from tierkv.integrations.transformers.prompts import Prompts
 from tierkv.integrations.transformers.self_check import check_model
-from tierkv.integrations.transformers.versions import cache_keyword
 from tierkv.store import Store
 
 if TYPE_CHECKING:
-    from tierkv.sequence import Sequence
     from tierkv.stats import StoreStats
 
 
@@ -47,11 +49,16 @@ class TierKV:
         self._owns_store = owns_store
         self._closed = False
         self._guard = ForwardGuard(inner_model(model))
-        # Sequences of caches that were dropped without commit; released at the next call,
+        # Rows of caches that were dropped without commit; released at the next call,
         # since a finaliser may run at any moment, in any thread.
-        self._dropped: deque[Sequence] = deque()
+        self._dropped: deque[Batch] = deque()
         self._versions: object | None = None
         self._adapters = adapter_state(model)
+
+    @property
+    def generation_config(self) -> Any:
+        """The model's defaults for ``generate``."""
+        return getattr(inner_model(self.model), "generation_config", None)
 
     @classmethod
     def attach(
@@ -121,42 +128,80 @@ class TierKV:
             kv._versions = tensor_versions(model.state_dict())
         return kv
 
-    def cache(self, input_ids: Any, max_new_tokens: int = 0) -> TierKVCache:
-        """Begin a sequence: find and bring in what the store holds of its prefix.
+    def cache(
+        self,
+        input_ids: Any,
+        max_new_tokens: int = 0,
+        *,
+        attention_mask: Any = None,
+        copies: int = 1,
+        endings: Endings | None = None,
+    ) -> TierKVCache:
+        """Begin sequences: find and bring in what the store holds of their prefixes.
+
+        Rows of a batch end in the same column, so what one row lacks of the column that the
+        best one reaches is computed here, row by row and without padding.
 
         Args:
-            input_ids: ids of one sequence, ``[n]`` or ``[1, n]``; at least the last one is
-                left to compute.
+            input_ids: ids of one sequence, ``[n]``, or of several rows; of each row at least
+                the last id is left to compute.
             max_new_tokens: tokens that will be generated, so that room can be refused early.
+            attention_mask: zeros before each row's first token (left padding), ones after.
+            copies: rows that each sequence becomes (``num_beams`` or
+                ``num_return_sequences``); the prompt is then computed once, all but its last
+                token, and the copies share its pages.
+            endings: end and pad tokens, to leave out what rows that ended early are fed;
+                those of the model's generation config by default.
 
         Raises:
-            InvalidInputError: no ids, several rows, or the weights changed since attaching.
-            SequenceTooLongError: more pages than the device pool has.
+            InvalidInputError: no ids, more tokens than the model has positions for, or the
+                weights changed since attaching.
+            UnsupportedError: padding elsewhere than before the first token.
+            SequenceTooLongError, PoolExhaustedError: not enough room in the device pool.
         """
         self._check_open()
         self._release_dropped()
         self._check_same_model()
-        ids = as_tokens(input_ids)
-        sequence = self.store.begin(ids, max_new_tokens=max_new_tokens)
-        cache = TierKVCache(sequence, self.store.spec, ids, guard=self._guard)
-        weakref.finalize(cache, _drop, cache.steps, sequence, self._dropped).atexit = False
-        return cache
+        if copies < 1:
+            raise InvalidInputError(f"copies must be at least 1, got {copies}")
+        endings = endings or Endings.of(self.generation_config)
+        prompts = Prompts.of(input_ids, attention_mask, pad_id=endings.pad_id)
+        prompts.check_length(self.model.config, max_new_tokens)
+        singles: list[TierKVCache] = []
+        try:
+            for ids in prompts.rows:
+                sequence = self.store.begin(ids, max_new_tokens=max_new_tokens)
+                row = Row(sequence, Feed(ids, sequence.length))
+                singles.append(self._wrap([row], endings))
+            if len(singles) == 1 and copies == 1:
+                return singles[0]
+            self._align(singles, prompts, to_end=copies > 1)
+            joined = self._join(singles, prompts, endings)
+            if copies > 1:
+                self._repeat(joined, copies, prompts.columns + max_new_tokens)
+            return joined
+        except BaseException:
+            for single in singles:
+                single.abandon()
+            raise
 
     @torch.no_grad()
     def generate(self, input_ids: Any, **generate_kwargs: Any) -> Any:
         """Generate with what the store holds, commit, and return the output of ``generate``.
 
+        Beam search, several returned sequences, assisted generation, batches with left
+        padding and sampling included.  Of beams, only what was returned is kept.
+
         Args:
-            input_ids: ids of one sequence, ``[n]`` or ``[1, n]``, as a tensor or a list.
-            generate_kwargs: passed on to ``model.generate``.
+            input_ids: ids of one sequence, ``[n]`` or ``[1, n]``, or rows of ids, as a tensor
+                or lists.
+            generate_kwargs: passed on to ``model.generate``; ``attention_mask`` must be given
+                for rows that are padded.
+
+        Raises:
+            Everything that :meth:`cache` raises.
         """
-        ids = as_tokens(input_ids)
-        row = torch.tensor(ids.astype("int64"), device=self.model.device).unsqueeze(0)
-        generate_kwargs.setdefault("attention_mask", torch.ones_like(row))
-        room = _new_tokens(self.model, generate_kwargs, len(ids))
-        with self.cache(ids, max_new_tokens=room) as cache:
-            generate_kwargs[cache_keyword(self.model)] = cache
-            return self.model.generate(row, **generate_kwargs)
+        return generate(self, input_ids, generate_kwargs)
 
     def stats(self) -> StoreStats:
         """Return the store's statistics."""
@@ -202,25 +247,55 @@ class TierKV:
                 "close, and attach with adapter= naming the one that is active"
             )
 
+    def _wrap(self, rows: list[Row], endings: Endings) -> TierKVCache:
+        cache = TierKVCache(rows, self.store.spec, guard=self._guard, endings=endings)
+        weakref.finalize(cache, _drop, cache.batch, self._dropped).atexit = False
+        return cache
+
+    def _align(self, singles: list[TierKVCache], prompts: Prompts, *, to_end: bool) -> None:
+        """Compute, row by row, what is missing up to a column that all rows reach."""
+        reached = [
+            padding + single.get_seq_length()
+            for single, padding in zip(singles, prompts.paddings, strict=True)
+        ]
+        column = prompts.columns - 1 if to_end else max(reached)
+        for number, single in enumerate(singles):
+            ids = prompts.rows[number][single.get_seq_length() : column - prompts.paddings[number]]
+            if len(ids):
+                feed_rows(self.model, single, torch.from_numpy(ids.astype("int64"))[None])
+
+    def _join(self, singles: list[TierKVCache], prompts: Prompts, endings: Endings) -> TierKVCache:
+        """Return one cache of all rows; the single ones give theirs up."""
+        rows = []
+        for single, padding in zip(singles, prompts.paddings, strict=True):
+            single.batch.settle()
+            (row,) = single.batch.rows
+            rows.append(Row(row.sequence, row.feed, padding))
+        cache = self._wrap(rows, endings)
+        for single in singles:
+            single.batch.spent = True
+        cache.batch.keep_from(cache.batch.columns)
+        return cache
+
+    @staticmethod
+    def _repeat(cache: TierKVCache, copies: int, columns: int) -> None:
+        """Repeat every row, with room for ``columns`` columns in all."""
+        try:
+            cache.batch_repeat_interleave(copies)
+            cache.batch.reserve(columns - cache.batch.columns)
+        except BaseException:
+            cache.abandon()
+            raise
+
     def _release_dropped(self) -> None:
         while self._dropped:
             self._dropped.popleft().abandon()
 
 
-def _drop(steps: Any, sequence: Sequence, dropped: deque[Sequence]) -> None:
-    if not steps.spent:
-        dropped.append(sequence)
+def _drop(batch: Batch, dropped: deque[Batch]) -> None:
+    if not batch.spent:
+        dropped.append(batch)
 
 
 def _dtype(model: Any) -> str:
     return str(model.dtype).removeprefix("torch.")
-
-
-def _new_tokens(model: Any, kwargs: dict[str, Any], prompt: int) -> int:
-    """Return how many tokens ``generate`` may add, as far as its arguments tell."""
-    config = kwargs.get("generation_config") or getattr(model, "generation_config", None)
-    count = kwargs.get("max_new_tokens") or getattr(config, "max_new_tokens", None)
-    if count is not None:
-        return int(count)
-    total = kwargs.get("max_length") or getattr(config, "max_length", None) or 0
-    return max(0, int(total) - prompt)

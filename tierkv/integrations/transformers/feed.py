@@ -60,6 +60,18 @@ class Feed:
         if beyond < len(ids):
             self._fed.append(ids[beyond:])
 
+    def crop(self, length: int) -> None:
+        """Forget the ids from ``length`` on; others may follow there."""
+        if length < self.length:
+            self._begun, self._fed = self.ids(length), []
+            self.length = length
+
+    def fork(self) -> Feed:
+        """Return a feed of the same ids that goes on apart."""
+        other = Feed(self._begun, self.length)
+        other._fed = list(self._fed)
+        return other
+
     def ids(self, length: int) -> TokenArray:
         """Return the first ``length`` ids of the sequence."""
         known = np.concatenate([self._begun, *self._fed])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -19,15 +19,18 @@ from tierkv.errors import InvalidInputError, UnsupportedError
 from tierkv.identity.keys import TokenArray, as_tokens
 from tierkv.integrations.transformers.cache import TierKVCache
 from tierkv.integrations.transformers.refusals import (
-    BATCH,
     CUSTOM_MASK,
     EMBEDS,
+    OTHER_BATCH,
     PADDING,
+    POSITIONS,
     TRAINING,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from tierkv.integrations.transformers.batch import Batch
 
 CACHE_NAMES = ("cache", "past_key_values")
 _CHECKED = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position"}
@@ -90,33 +93,40 @@ class ForwardGuard:
         cache = self._mine(given)
         if cache is None:
             return
-        length = cache.steps.settle()
-        ids = checked_ids(given, length, training=module.training)
-        cache.steps.feed.check(ids)
-        cache.sequence.reserve(len(ids))  # no room: refused before anything is computed
-        cache.steps.begin(ids)
+        batch = cache.batch
+        batch.settle()
+        ids = checked_ids(given, batch, training=module.training)
+        for row, fed in zip(batch.rows, ids, strict=True):
+            row.feed.check(fed)
+        batch.reserve(len(ids[0]))  # no room: refused before anything is computed
+        batch.begin(ids)
 
     def _wrapped(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        says_first = "is_first_iteration" in inspect.signature(prepare).parameters
+
         @functools.wraps(prepare)
         def prepare_inputs_for_generation(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
             cache = self._mine(kwargs) if self._active else None
-            # With a number of new tokens, input_ids is the whole sequence.
-            if cache is not None and kwargs.get("next_sequence_length") is not None:
-                cache.steps.settle()
-                if kwargs.get("is_first_iteration") and kwargs.get("inputs_embeds") is None:
-                    cache.steps.feed.check_whole(_single_row(input_ids))
+            if cache is not None and kwargs.get("inputs_embeds") is None:
+                columns = cache.batch.settle()
+                first = kwargs.get("is_first_iteration", not says_first)
+                if first and _is_whole(input_ids, kwargs):
+                    check_whole(input_ids, cache.batch)
+                    if says_first:  # assisted generation forgets that a prefix is cached
+                        kwargs["next_sequence_length"] = input_ids.shape[1] - columns
             return prepare(input_ids, *args, **kwargs)
 
         prepare_inputs_for_generation.tierkv_guard = self  # type: ignore[attr-defined]
         return prepare_inputs_for_generation
 
 
-def checked_ids(given: Mapping[str, Any], length: int, *, training: bool) -> TokenArray:
-    """Return the ids of a forward that plainly continues ``length`` tokens.
+def checked_ids(given: Mapping[str, Any], batch: Batch, *, training: bool) -> list[TokenArray]:
+    """Return the ids of a forward that plainly continues every row of a batch.
 
     Raises:
-        UnsupportedError: a batch, padding, a mask of its own, embeddings, training mode, or
-            an argument that may change the state and is not part of a page's identity.
+        UnsupportedError: another number of rows, padding or a mask of its own, embeddings,
+            training mode, or an argument that may change the state and is not part of a
+            page's identity.
         InvalidInputError: positions or a mask that do not fit.
     """
     if given.get("inputs_embeds") is not None:
@@ -133,11 +143,40 @@ def checked_ids(given: Mapping[str, Any], length: int, *, training: bool) -> Tok
             f"arguments {unknown} of the model may change the state that it keeps, and are not "
             "part of a page's identity: leave them out, or use a stock cache"
         )
-    ids = _single_row(given.get("input_ids"))
-    _check_mask(given.get("attention_mask"), length + len(ids))
-    _check_positions("position_ids", given.get("position_ids"), length, len(ids))
-    _check_positions("cache_position", given.get("cache_position"), length, len(ids))
+    ids = _rows_of(given.get("input_ids"), len(batch.rows))
+    count, columns = len(ids[0]), batch.columns
+    _check_mask(given.get("attention_mask"), batch, columns + count)
+    lengths = [row.feed.length for row in batch.rows]
+    positions = given.get("position_ids")
+    if positions is None and len(set(lengths)) > 1:
+        raise UnsupportedError(POSITIONS.format("position_ids (not given)", 0, lengths[0]))
+    _check_positions("position_ids", positions, lengths, count)
+    _check_positions("cache_position", given.get("cache_position"), [columns], count)
     return ids
+
+
+def check_whole(input_ids: Tensor, batch: Batch) -> None:
+    """Refuse whole sequences that do not continue what the rows hold.
+
+    Raises:
+        InvalidInputError: one differs, or is not longer than what is held.
+        UnsupportedError: another number of rows.
+    """
+    for row, ids in zip(batch.rows, _rows_of(input_ids, len(batch.rows)), strict=True):
+        row.feed.check_whole(ids[row.padding :])
+
+
+def _is_whole(input_ids: Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Whether ids handed to ``prepare_inputs_for_generation`` are the whole sequences."""
+    if kwargs.get("next_sequence_length") is not None:
+        return True
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if mask is not None:
+        return isinstance(mask, torch.Tensor) and mask.shape[-1] == input_ids.shape[-1]
+    # A mask of ones may have been dropped: then positions tell, from 0 for the whole.
+    if positions is None or positions.shape[-1] != input_ids.shape[-1]:
+        return False
+    return int(positions.min()) == 0
 
 
 def _is_nothing(value: Any) -> bool:
@@ -147,34 +186,43 @@ def _is_nothing(value: Any) -> bool:
     return value is None
 
 
-def _single_row(ids: Any) -> TokenArray:
+def _rows_of(ids: Any, rows: int) -> list[TokenArray]:
     if ids is None:
         raise InvalidInputError("the model is fed no input_ids: pass them")
-    if ids.ndim == 2 and ids.shape[0] != 1:
-        raise UnsupportedError(f"input_ids has shape {tuple(ids.shape)}: {BATCH}")
-    return as_tokens(ids)
+    several = ids if ids.ndim == 2 else ids[None]
+    if several.shape[0] != rows:
+        raise UnsupportedError(OTHER_BATCH.format(several.shape[0], rows))
+    return [as_tokens(row) for row in several.cpu()]
 
 
-def _check_mask(mask: Any, total: int) -> None:
+def _check_mask(mask: Any, batch: Batch, total: int) -> None:
+    paddings = [row.padding for row in batch.rows]
     if mask is None:
+        if any(paddings):
+            raise UnsupportedError(PADDING)
         return
     if not isinstance(mask, torch.Tensor) or mask.ndim != 2:
         raise UnsupportedError(CUSTOM_MASK)
     if mask.shape[1] != total:
         raise InvalidInputError(
             f"the attention mask is {mask.shape[1]} long, but cached and new tokens are "
-            f"{total}: pass a mask of ones over the whole sequence, or none"
+            f"{total}: pass a mask over the whole sequence, or none"
         )
-    if not bool(mask.all()):
+    starts = torch.tensor(paddings, device=mask.device).unsqueeze(1)
+    real = torch.arange(total, device=mask.device) >= starts
+    if mask.shape[0] != len(paddings) or not torch.equal(mask.bool(), real):
         raise UnsupportedError(PADDING)
 
 
-def _check_positions(name: str, positions: Tensor | None, length: int, count: int) -> None:
+def _check_positions(
+    name: str, positions: Tensor | None, lengths: Sequence[int], count: int
+) -> None:
+    """Check positions, one row for all or one for each of ``lengths``."""
     if positions is None:
         return
-    plain = torch.arange(length, length + count, device=positions.device)
-    if positions.numel() != count or not bool((positions.reshape(-1) == plain).all()):
-        raise UnsupportedError(
-            f"{name} is not the plain continuation {length}..{length + count - 1} of the cached "
-            "tokens; positions are not part of a page's identity: leave them out"
-        )
+    given = positions.reshape(-1, positions.shape[-1])
+    plain = torch.arange(count, device=positions.device)
+    for number, length in enumerate(lengths):
+        row = given[min(number, len(given) - 1)]
+        if row.numel() != count or not torch.equal(row, plain + length):
+            raise UnsupportedError(POSITIONS.format(name, number, length))

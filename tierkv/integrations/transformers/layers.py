@@ -1,8 +1,9 @@
 """The cache layers that Transformers talks to: thin shells around the layer gate.
 
-Shapes: k and v are ``[1, heads, new tokens, dim]``; what is returned is what the stock
+Shapes: k and v are ``[rows, heads, new tokens, dim]``; what is returned is what the stock
 layers return, with the same shapes, lengths and contiguity, so that attention computes
-bit for bit what it computes on a cache that never left memory.
+bit for bit what it computes on a cache that never left memory.  Columns before a row's
+first token are zeros: masks keep them out of every result.
 """
 
 from __future__ import annotations
@@ -13,40 +14,47 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from tierkv.errors import UnsupportedError
-from tierkv.integrations.transformers.refusals import (
-    ASSISTED,
-    BATCH,
-    BEAMS,
-    RESET,
-)
+from tierkv.integrations.transformers.refusals import RESET, WHOLE_CACHE
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tierkv.identity.spec import LayerGroup
-    from tierkv.integrations.transformers.step import StepRecord
-    from tierkv.sequence import Sequence
+    from tierkv.integrations.transformers.batch import Batch
 
 
 class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     """State of one full-attention layer, kept in pages.
 
     Attributes:
-        tokens: tokens this layer holds.
+        columns: columns this layer holds, padding included.
     """
 
     is_compileable = False
-    is_croppable = False
+    is_croppable = True
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, sequence: Sequence, steps: StepRecord, layer: int) -> None:
+    def __init__(self, batch: Batch, layer: int) -> None:
         super().__init__()
         self.is_initialized = True
-        self.tokens = sequence.length
-        self._sequence = sequence
-        self._steps = steps
+        self.columns = batch.columns
+        self._batch = batch
         self._layer = layer
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the batch."""
+        return len(self._batch.rows)
+
+    @property
+    def record_past(self) -> bool:
+        """Whether taking tokens back is prepared for."""
+        return self._batch.recording
+
+    @record_past.setter
+    def record_past(self, recording: bool) -> None:
+        self._batch.record_past(recording)
 
     def lazy_initialization(self, *states: Tensor) -> None:
         """Do nothing: the pages are there before the first token."""
@@ -55,21 +63,25 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the new tokens into pages and return all K and V so far."""
-        self._steps.check_update(self._layer, self.tokens, key_states)
-        key, value = key_states.detach()[0], value_states.detach()[0]
-        with self._sequence.gate.layer(self._layer) as layer:
-            layer.append(key, value)
-            keys, values = layer.read()
-        self.tokens += key.shape[-2]
-        return keys.unsqueeze(0), values.unsqueeze(0)
+        self._batch.check_update(self._layer, self.columns, key_states)
+        total = self.columns + key_states.shape[-2]
+        states = (key_states.detach(), value_states.detach())
+        keys, values = (_empty(state, total) for state in states)
+        for number, row in enumerate(self._batch.rows):
+            with row.sequence.gate.layer(self._layer) as layer:
+                layer.append(*(state[number] for state in states))
+                out = (keys[number], values[number])
+                layer.read_into(_behind(out, total - layer.readable, total))
+        self.columns = total
+        return keys, values
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
         """Return (K length, K offset) for a forward of ``query_length`` tokens."""
-        return self.tokens + _count(query_length), 0
+        return self.columns + _count(query_length), 0
 
     def get_seq_length(self) -> int:
-        """Return the tokens seen, whether or not they are all kept."""
-        return self.tokens
+        """Return the columns seen, whether or not they are all kept."""
+        return self.columns
 
     def get_max_length(self) -> int:
         """Return -1: the layer sets no limit of its own (the device pool does)."""
@@ -79,26 +91,25 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         """Return what older releases ask for instead of ``get_max_length``."""
         return self.get_max_length()
 
-    def activate_past_recording(self) -> NoReturn:
-        """Refuse: assisted generation takes tokens back."""
-        raise UnsupportedError(ASSISTED)
+    def activate_past_recording(self) -> None:
+        """Prepare for tokens to be taken back, in every layer."""
+        self._batch.record_past(True)
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Refuse to take tokens back (0 takes none)."""
-        if tokens_to_remove:
-            raise UnsupportedError(ASSISTED)
+    def crop(self, tokens_to_remove: int) -> NoReturn:
+        """Refuse: all layers of a cache change together."""
+        raise UnsupportedError(WHOLE_CACHE)
 
     def reorder_cache(self, beam_idx: Tensor) -> NoReturn:
-        """Refuse: beam search moves state between rows."""
-        raise UnsupportedError(BEAMS)
+        """Refuse: all layers of a cache change together."""
+        raise UnsupportedError(WHOLE_CACHE)
 
     def batch_repeat_interleave(self, repeats: int) -> NoReturn:
-        """Refuse: one cache holds one sequence."""
-        raise UnsupportedError(BATCH)
+        """Refuse: all layers of a cache change together."""
+        raise UnsupportedError(WHOLE_CACHE)
 
     def batch_select_indices(self, indices: Tensor) -> NoReturn:
-        """Refuse: one cache holds one sequence."""
-        raise UnsupportedError(BATCH)
+        """Refuse: all layers of a cache change together."""
+        raise UnsupportedError(WHOLE_CACHE)
 
     def reset(self) -> NoReturn:
         """Refuse: the pages are shared, zeroing them would destroy other sequences."""
@@ -116,28 +127,32 @@ class SlidingPagedLayer(PagedLayer):
 
     is_sliding = True
 
-    def __init__(self, sequence: Sequence, steps: StepRecord, layer: int, window: int) -> None:
-        super().__init__(sequence, steps, layer)
+    def __init__(self, batch: Batch, layer: int, window: int) -> None:
+        super().__init__(batch, layer)
         self.sliding_window = window
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Write the new tokens into pages and return the past window followed by them."""
-        self._steps.check_update(self._layer, self.tokens, key_states)
-        key_states, value_states = key_states.detach(), value_states.detach()
-        with self._sequence.gate.layer(self._layer) as layer:
-            past_keys, past_values = layer.read()  # before append: it may push tokens out
-            layer.append(key_states[0], value_states[0])
-        self.tokens += key_states.shape[-2]
-        keys = torch.cat([past_keys.unsqueeze(0), key_states], dim=-2)
-        values = torch.cat([past_values.unsqueeze(0), value_states], dim=-2)
+        self._batch.check_update(self._layer, self.columns, key_states)
+        past, count = min(self.columns, self.sliding_window - 1), key_states.shape[-2]
+        states = (key_states.detach(), value_states.detach())
+        keys, values = (_empty(state, past + count) for state in states)
+        for number, row in enumerate(self._batch.rows):
+            with row.sequence.gate.layer(self._layer) as layer:
+                out = (keys[number], values[number])
+                # Read before append, which may push tokens out of the window.
+                layer.read_into(_behind(out, past - layer.readable, past))
+                layer.append(*(state[number] for state in states))
+        keys[:, :, past:], values[:, :, past:] = states
+        self.columns += count
         return keys, values
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
-        """Return (K length, K offset): at most ``window - 1`` past tokens."""
-        past = min(self.tokens, self.sliding_window - 1)
-        return past + _count(query_length), self.tokens - past
+        """Return (K length, K offset): at most ``window - 1`` past columns."""
+        past = min(self.columns, self.sliding_window - 1)
+        return past + _count(query_length), self.columns - past
 
     def get_max_length(self) -> int:
         """Return the window, as the stock layer does."""
@@ -151,13 +166,24 @@ def _count(query_length: int | Tensor) -> int:
     return query_length
 
 
-def build_layers(
-    sequence: Sequence, steps: StepRecord, groups: dict[int, LayerGroup]
-) -> list[PagedLayer]:
+def _empty(state: Tensor, total: int) -> Tensor:
+    """Return a tensor like ``state`` for ``total`` columns."""
+    rows, heads, _, dim = state.shape
+    return state.new_empty((rows, heads, total, dim))
+
+
+def _behind(out: tuple[Tensor, ...], padding: int, stop: int) -> list[Tensor]:
+    """Zero the padding columns of one row; return its columns from there to ``stop``."""
+    for part in out:
+        part[:, :padding].zero_()
+    return [part[:, padding:stop] for part in out]
+
+
+def build_layers(batch: Batch, groups: dict[int, LayerGroup]) -> list[PagedLayer]:
     """Return one layer for each model layer of ``groups`` (layer index to group)."""
     return [
-        PagedLayer(sequence, steps, layer)
+        PagedLayer(batch, layer)
         if (window := groups[layer].window) is None
-        else SlidingPagedLayer(sequence, steps, layer, window)
+        else SlidingPagedLayer(batch, layer, window)
         for layer in sorted(groups)
     ]

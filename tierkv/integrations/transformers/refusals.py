@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-BATCH = (
-    "a tierkv cache holds one sequence, and a batch of several was fed: begin one cache a "
-    "sequence and feed them one at a time"
+OTHER_BATCH = (
+    "{} sequences were fed to a cache of {}: begin it with all rows of the batch "
+    "(kv.cache(ids, attention_mask=mask)); for num_beams or num_return_sequences call "
+    "cache.batch_repeat_interleave(n) first, or let kv.generate() do all of it"
 )
-BEAMS = (
-    "beam search moves state between sequences, which a tierkv cache does not do yet: use "
-    "num_beams=1 and num_return_sequences=1, or a stock cache"
-)
-ASSISTED = (
-    "assisted generation (assistant_model, prompt_lookup_num_tokens, crop) takes tokens back, "
-    "which a tierkv cache does not do yet: generate without it, or with a stock cache"
+WHOLE_CACHE = "the layers of a tierkv cache change together: call this on the cache itself"
+WINDOW_GONE = (
+    "tokens are to be taken back to where the window of a sliding layer is gone: call "
+    "cache.activate_past_recording() before feeding them (kv.generate() does), or generate "
+    "without assistant_model and prompt_lookup_num_tokens"
 )
 RESET = (
     "a tierkv cache cannot be reset: its pages may serve other sequences. Abandon it and "
@@ -24,8 +23,26 @@ COPY = (
 )
 EMBEDS = "inputs_embeds has no token ids to key pages by: feed input_ids, or use a stock cache"
 PADDING = (
-    "the attention mask has zeros (padding, or ids equal to the pad token for which generate() "
-    "made the mask): remove the padding and pass a mask of ones as long as the ids"
+    "the attention mask has zeros elsewhere than before the rows' first tokens as this cache was "
+    "begun (or generate() made a mask for ids equal to the pad token): begin the cache with the "
+    "same left-padded mask, or pass a mask of ones"
+)
+NO_MASK = (
+    "several rows, one of which begins with the pad token, and no attention_mask: pass the mask "
+    "that the tokenizer made, or one of ones if these are real tokens"
+)
+RIGHT_PADDING = (
+    "the attention mask must be zeros and then ones in every row (left padding), with at least "
+    "one token: set tokenizer.padding_side = 'left'"
+)
+POSITIONS = (
+    "{} is not the plain continuation of the tokens that each row holds (row {}: from {} on); "
+    "positions are not part of a page's identity: leave them out, or for a left-padded batch "
+    "pass (mask.cumsum(-1) - 1).clamp(min=0) of the new columns"
+)
+TOO_LONG = (
+    "{} tokens and {} to come are {}, but the model knows positions up to {} "
+    "(max_position_embeddings): shorten the prompt"
 )
 CUSTOM_MASK = (
     "a mask other than one 2-D row of ones changes the state that later tokens see, and is not "

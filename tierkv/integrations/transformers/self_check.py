@@ -18,9 +18,12 @@ from transformers.cache_utils import DynamicCache
 from tierkv.errors import TierKVError, UnsupportedError
 from tierkv.identity.keys import Namespace, as_tokens
 from tierkv.identity.spec import CacheSpec
+from tierkv.integrations.transformers.batch import Row
 from tierkv.integrations.transformers.cache import TierKVCache
+from tierkv.integrations.transformers.feed import Feed
 from tierkv.integrations.transformers.guard import ForwardGuard
 from tierkv.integrations.transformers.identity import inner_model
+from tierkv.integrations.transformers.keeping import Endings
 from tierkv.integrations.transformers.versions import cache_keyword
 from tierkv.store import Store
 
@@ -117,7 +120,9 @@ def _resumed(model: Any, spec: CacheSpec, ids: Tensor) -> Tensor:
 
 
 def _begin(store: Store, spec: CacheSpec, tokens: Any, guard: ForwardGuard) -> TierKVCache:
-    return TierKVCache(store.begin(tokens), spec, tokens, guard=guard)
+    sequence = store.begin(tokens)
+    row = Row(sequence, Feed(tokens, sequence.length))
+    return TierKVCache([row], spec, guard=guard, endings=Endings())
 
 
 def _continue(model: Any, ids: Tensor, cache: Any, prefix: int) -> Tensor:
