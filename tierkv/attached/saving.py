@@ -72,7 +72,13 @@ class Saver:
         ]
 
     def _hold_ancestors(self, pages: Sequence[EnginePage], claims: Claims) -> None:
-        """Pin what these pages continue, so that it does not make room for them."""
+        """Pin what these pages continue, so that it is not dropped to make room for them.
+
+        With a disk below nothing is dropped: what leaves is written down first, and a prefix
+        longer than host memory can be saved piece by piece.
+        """
+        if self._core.disk is not None:
+            return
         named = dict.fromkeys([p.key for p in pages] + [p.parent for p in pages])
         rows = self._core.index.find(key_array(named), within=1 << Tier.HOST)
         claims.add(dict.fromkeys(rows[rows >= 0].tolist(), Tier.HOST))
@@ -104,9 +110,7 @@ class Saver:
         """Return held host slots, up to ``count``, evicting what nobody uses."""
         core, planner = self._core, self._core.planner
         with core.lock:
-            pinned = core.index.pinned_count(Tier.HOST)
-            room = planner.capacity(Tier.HOST) - planner.held(Tier.HOST) - pinned
-        count = max(0, min(count, room))
+            count = max(0, min(count, self._transfers.obtainable(Tier.HOST)))
         slots = self._transfers.obtain(Tier.HOST, count, deadline=core.clock() + wait_s)
         if slots is None:
             with core.lock:

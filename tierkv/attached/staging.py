@@ -45,6 +45,7 @@ class Stager:
 
     def __init__(self, core: Core, transfers: Transfers) -> None:
         self._core = core
+        self._transfers = transfers
         self._fetcher = Fetcher(core, transfers, memory=(Tier.HOST,))
 
     def stage(self, keys: PageKeys, *, limit: int, computed: int, wait_s: float) -> Staged:
@@ -108,10 +109,9 @@ class Stager:
 
     def _excess(self, rows: np.ndarray[tuple[int], np.dtype[np.int32]]) -> int:
         """Return how many pages more than host memory can give these would pin there."""
-        core, index = self._core, self._core.index
+        index = self._core.index
         pinned = (index.residency(rows) & _IN_MEMORY != 0) & (index.pins(rows, Tier.HOST) > 0)
-        planner = core.planner
-        room = planner.capacity(Tier.HOST) - planner.held(Tier.HOST) - index.pinned_count(Tier.HOST)
+        room = self._transfers.obtainable(Tier.HOST)
         return int(np.count_nonzero(~pinned)) - room
 
     def _fetch(self, found: Match, claims: Claims, deadline: float) -> FetchOutcome:

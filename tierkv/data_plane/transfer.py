@@ -138,6 +138,15 @@ class Transfers:
             core.count_bytes(moved, Tier.DEVICE, Tier.HOST)
         return moved
 
+    def obtainable(self, tier: Tier) -> int:
+        """Return how many slots ``obtain`` could free at most.  Call with the lock held.
+
+        Pages on their way down are pinned, but will make room.
+        """
+        planner = self._core.planner
+        pinned = self._core.index.pinned_count(tier) - self._moving[tier]
+        return planner.capacity(tier) - planner.held(tier) - max(0, pinned)
+
     def begin_moves(self, tier: Tier, count: int) -> None:
         """Count pages pinned for ``write_down`` or ``spill``.  Call with the lock held."""
         self._moving[tier] += count
@@ -234,13 +243,13 @@ class Transfers:
         core = self._core
         with core.lock:
             sources = core.index.slot(rows, Tier.DEVICE).tolist()
-        self._save.copy(
-            [
-                CopyOp(core.host_memory[target], core.pool.page(source))
-                for target, source in zip(slots, sources, strict=True)
-            ]
-        )
-        event = self._save.record()
+        ops = [
+            CopyOp(core.host_memory[target], core.pool.page(source))
+            for target, source in zip(slots, sources, strict=True)
+        ]
+        with core.lock:  # an event tells of the failures since the one before: keep ours apart
+            self._save.copy(ops)
+            event = self._save.record()
         try:
             if event.wait(max(0.0, deadline - core.clock())):
                 return True
