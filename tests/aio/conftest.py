@@ -14,7 +14,7 @@ from toy_model import FULL, expect_state, namespace, states
 from tierkv.aio import AsyncStore, Workers
 from tierkv.aio.pending import State
 from tierkv.storage.ssd import SsdTier
-from tierkv.storage.testing import FaultyBackend
+from tierkv.storage.testing import FaultyBackend, Gate
 
 OURS = ("tierkv-aio", "tierkv-io", "tierkv-compute", "test-workers")
 
@@ -29,7 +29,7 @@ def run(coroutine, timeout_s=60):
             return await coroutine
 
     result = asyncio.run(bounded(), debug=True)
-    gc.collect()
+    gc.collect(1)  # what was just made; tells of tasks and futures that were forgotten
     assert not told, told
     return result
 
@@ -113,7 +113,7 @@ class Interrupter:
         execute, leave = Workers._execute, Workers.leave
         lock = threading.Lock()
 
-        def executing(workers, call, strand):
+        def executing(workers, call):
             with lock:
                 mine = self.task is not None and call.state is State.WAITED_FOR
                 self._number -= mine
@@ -121,7 +121,7 @@ class Interrupter:
             if hit:
                 self.fired = True
                 getattr(self, "_" + moment)(call)
-            execute(workers, call, strand)
+            execute(workers, call)
 
         def leaving(workers, call):
             leave(workers, call)
@@ -160,6 +160,63 @@ class Interrupter:
         call.wake = wake
 
 
+@pytest.fixture(scope="session")
+def tiny():
+    """Return the maker of tiny random models that compute on one thread."""
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+
+    def make(**given):
+        fields = {
+            "vocab_size": 97,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+            **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+        }
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model("llama", **{**fields, **given})
+        model = transformers.AutoModelForCausalLM.from_config(config)
+        with torch.no_grad():  # large enough to make logits differ
+            for parameter in model.parameters():
+                parameter.copy_(torch.randn_like(parameter) * 0.1 + (parameter.dim() == 1))
+        model.generation_config.pad_token_id = 0
+        return model.eval()
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield make
+    torch.set_num_threads(threads)
+
+
+class Brake:
+    """Counts a model's forwards and holds one of them at a gate."""
+
+    def __init__(self, model, hold_at=None):
+        self.forwards = 0
+        self.gate = Gate()
+        self.error = None
+        self._hold_at = hold_at
+        self._handle = model.register_forward_pre_hook(self._before)
+
+    def release(self):
+        self._handle.remove()
+        self.gate.opened.set()
+
+    async def reached(self):
+        assert await asyncio.to_thread(self.gate.reached.wait, 20)
+
+    def _before(self, *_):
+        self.forwards += 1
+        if self.forwards == self._hold_at:
+            self.gate.hold()
+            if self.error is not None:
+                raise self.error
+
+
 @pytest.fixture
 def tools():
     """Return the helpers of this folder's tests."""
@@ -167,6 +224,6 @@ def tools():
     class Tools:
         pass
 
-    for helper in (run, options, feed, turn, whole, Interrupter, AsyncStore):
+    for helper in (run, options, feed, turn, whole, Interrupter, Brake, AsyncStore):
         setattr(Tools, helper.__name__, staticmethod(helper))
     return Tools

@@ -208,6 +208,34 @@ def test_calls_on_a_strand_do_not_overlap_though_one_was_cancelled(tools):
     tools.run(main())
 
 
+@pytest.mark.parametrize("how", ["cancelled", "refused"])
+def test_a_call_given_up_behind_busy_workers_holds_up_nothing(tools, how):
+    busy, others = Workers(1, name="test-workers"), Workers(1, name="test-workers")
+
+    async def main():
+        gate, strand = Gate(), Strand()
+        first = asyncio.create_task(busy.run(gate.hold))
+        await reached(gate)
+        second = asyncio.create_task(busy.run(nothing, strand=strand))
+        third = asyncio.create_task(others.run(lambda: "third", strand=strand))
+        await asyncio.sleep(0)
+        if how == "cancelled":
+            await cancelled(second)
+        else:
+            busy.begin_close(nothing)
+            with pytest.raises(StoreClosedError):
+                await second
+        assert await third == "third"  # while the thread of the second is still busy
+        assert strand.idle
+        gate.opened.set()
+        await first
+        await busy.close(nothing)
+        assert await others.run(lambda: "fourth", strand=strand) == "fourth"
+        await others.close(nothing)
+
+    tools.run(main())
+
+
 def test_closing_refuses_what_waits_and_waits_for_what_runs(workers, tools):
     async def main():
         gate, lease, acts = Gate(), Lease(), []

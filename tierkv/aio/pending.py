@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import enum
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from tierkv.aio.strand import Strand
 
 T = TypeVar("T")
 
@@ -38,6 +41,9 @@ class Pending(Generic[T]):
         keep: it runs even if its caller leaves before it has started.
         undo: gives the result back when nobody is left to take it.
         loop: the event loop of the caller, None when nobody waits.
+        running: its work is being done.
+        strand: where it must say that it has ended, or will not run.
+        posted: its turn on the strand has come.
     """
 
     def __init__(
@@ -48,12 +54,15 @@ class Pending(Generic[T]):
         undo: Callable[[T], object] | None = None,
         keep: bool = False,
         loop: asyncio.AbstractEventLoop | None = None,
+        strand: Strand | None = None,
     ) -> None:
         self.keep = keep
         self.undo = undo
         self.loop = loop
         self.state = State.UNATTENDED if loop is None else State.WAITED_FOR
         self.running = False
+        self.strand = strand
+        self.posted = False
         self.error: BaseException | None = None
         self._owner = owner
         self._work: Callable[[], T] | None = work

@@ -115,8 +115,8 @@ class Workers:
     ) -> Pending[T]:
         """Start a call as :meth:`run` does; its result must be awaited, or the call left."""
         loop = asyncio.get_running_loop()
-        call = Pending(self, work, undo=undo, keep=keep, loop=loop)
-        self._submit(call, strand)
+        call = Pending(self, work, undo=undo, keep=keep, loop=loop, strand=strand)
+        self._submit(call)
         return call
 
     def later(self, work: Callable[[], object], *, strand: Strand | None = None) -> None:
@@ -125,7 +125,7 @@ class Workers:
         Needs no event loop.  Does nothing once the last act of closing has begun.
         """
         try:
-            self._submit(Pending(self, work, keep=True), strand)
+            self._submit(Pending(self, work, keep=True, strand=strand))
         except StoreClosedError:
             log.debug("%s: a late call came after closing", self._name)
 
@@ -148,6 +148,7 @@ class Workers:
                 call.state, call.error = State.ENDED, self._refusal()
             lost = [c for c in self._calls if c.loop is not None and c.loop.is_closed()]
         for call in refused:
+            self._withdraw(call)
             call.wake()
         for call in lost:  # whoever awaited them will never come back
             call.leave()
@@ -212,44 +213,59 @@ class Workers:
         if call.undo is not None and call.error is None and before is State.ENDED:
             self.later(partial(self._give_back, call))  # undoing may wait: not here
         else:
+            self._withdraw(call)
             self._drop(call)
 
     # -- on the threads ------------------------------------------------------------------
 
-    def _submit(self, call: Pending[Any], strand: Strand | None) -> None:
+    def _submit(self, call: Pending[Any]) -> None:
         with self._lock:
             if self._closing and (self._last_act is None or not call.keep):
                 raise self._refusal()
             self._calls.add(call)
-        if strand is None:
-            self._post(call, None)
+        post = partial(self._post, call)
+        if call.strand is None:
+            post()
         else:
-            strand.add(partial(self._post, call, strand))
+            call.strand.add(post)
 
-    def _post(self, call: Pending[Any], strand: Strand | None) -> bool:
+    def _post(self, call: Pending[Any]) -> bool:
+        """Hand a call to a thread; False when it is not to run any more."""
+        with self._lock:
+            if not _waits(call):
+                return False
+            call.posted = True
         try:
-            self._executor.submit(self._execute, call, strand)
-        except RuntimeError:  # shut down: the call was refused before, or Python is ending
+            self._executor.submit(self._execute, call)
+        except RuntimeError:  # shut down: Python is ending
             self._drop(call)
             return False
         return True
 
-    def _execute(self, call: Pending[Any], strand: Strand | None) -> None:
+    def _withdraw(self, call: Pending[Any]) -> None:
+        """A call will not run though a thread may still come upon it: whose turn is next?"""
         with self._lock:
-            starts = call.state in (State.WAITED_FOR, State.UNATTENDED)
-            call.running = starts
-        if starts:
-            call.run()
-            with self._lock:
-                call.running = False
-                self._finished += 1
-                attended = call.state is State.WAITED_FOR
-                call.state = State.ENDED if attended else State.GONE
-            if not attended:
-                self._give_back(call)
-        if strand is not None:  # first, since whoever hears of the result may make a call at once
+            strand, call.strand = (call.strand, None) if call.posted else (None, call.strand)
+        if strand is not None:
             strand.advance()
-        if starts and attended and not call.wake():
+
+    def _execute(self, call: Pending[Any]) -> None:
+        with self._lock:
+            if not _waits(call):
+                return
+            call.running = True
+        call.run()
+        with self._lock:
+            call.running = False
+            self._finished += 1
+            attended = call.state is State.WAITED_FOR
+            call.state = State.ENDED if attended else State.GONE
+            strand, call.strand = call.strand, None
+        if not attended:
+            self._give_back(call)
+        if strand is not None:  # first: whoever hears of the result may make a call at once
+            strand.advance()
+        if attended and not call.wake():
             call.leave()
 
     def _give_back(self, call: Pending[Any]) -> None:
