@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import json
 import sys
 import tempfile
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (WorkloadError, PlotError, TierKVError) as error:
         print(f"multi_turn: {error}", file=sys.stderr)
         return 2
-    report.show_rows(result["rows"])
+    report.show_rows(result["rows"], result["details"])
     report.show_rounds(result["rounds"])
     report.show_verdicts(result["verdicts"])
     for note in result["notes"]:
@@ -92,6 +93,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     add("--host", help="host budget of tierkv_host; all conversations by default")
     add("--disk-host", help="host budget of tierkv_ssd and tierkv_restart; half a conversation")
     add("--disk", help="budget of the disk; all conversations by default")
+    add("--recompute-clients", type=int, metavar="N",
+        help="recompute the later turns of so many clients only: they take longest")  # fmt: skip
     add("--cold", choices=["once", "each"], default="once",
         help="first prompts: computed once for all methods, or by each")  # fmt: skip
     add("--files", choices=["cold", "warm"], default="cold",
@@ -162,7 +165,14 @@ def _real(options: argparse.Namespace, names: list[str], folder: Path) -> dict[s
     from tierkv import CacheSpec
 
     torch.set_num_threads(1)
-    model = load(options.model, options.dtype)
+    if options.cold == "once" and options.rounds < 2:
+        raise WorkloadError("--rounds 1 has no later turn to measure; say --cold each, or more")
+    if options.recompute_clients is not None and options.recompute_clients < 1:
+        raise WorkloadError(f"--recompute-clients must be at least 1: {options.recompute_clients}")
+    try:
+        model = load(options.model, options.dtype)
+    except OSError as error:
+        raise WorkloadError(f"--model {options.model} cannot be loaded: {error}") from error
     config = model.config.get_text_config()
     workload, budgets = _workload(options, config.vocab_size), _budgets(options)
     spec = CacheSpec.from_config(model.config, dtype=options.dtype)
@@ -170,7 +180,8 @@ def _real(options: argparse.Namespace, names: list[str], folder: Path) -> dict[s
     peaks = {}
     if not options.no_memory:
         for name in names:
-            print(f"  peak memory of {name}", end="\r", flush=True)
+            if sys.stdout.isatty():
+                print(f"  peak memory of {name}   ", end="\r", flush=True)
             peaks[name] = memory.measure(
                 name, options.model, options.dtype, workload, budgets, str(folder)
             )
@@ -181,13 +192,16 @@ def _real(options: argparse.Namespace, names: list[str], folder: Path) -> dict[s
         )
         for name in names
     ]
+    for method in methods:
+        if method.name == "recompute" and options.recompute_clients is not None:
+            method.clients = options.recompute_clients
     loop = Loop(workload, methods, Recorder(model) if options.cold == "once" else None)
     loop.run(progress=sys.stdout.isatty())
     later = [r for r in loop.records if r["round"] > 1 or options.cold == "each"]
     equal = sum(r["equal"] for r in later)
     notes = [
         f"\n{equal} of {len(later)} turns gave the same {workload.output_length} tokens as "
-        f"{names[0]}",
+        "the first method listed that served them",
         "first prompts: "
         + (
             "each computed once (reported as recompute's round 1) and its state given to every "
@@ -220,6 +234,7 @@ def _synthetic(options: argparse.Namespace, names: list[str], folder: Path) -> d
     _show_workload(workload, options.geometry, spec)
     records, notes, results, peaks = [], ["\nno model: made-up states, nothing computed"], [], {}
     for name in names:
+        gc.collect()  # what the method before still holds is not this one's
         memory.reset_peak()
         base = memory.resident("VmRSS")
         method = Synthetic(
@@ -245,7 +260,7 @@ def _synthetic(options: argparse.Namespace, names: list[str], folder: Path) -> d
         )
     merged = {
         key: [line for one in results for line in one[key]]
-        for key in ("rows", "rounds", "turns", "notes")
+        for key in ("rows", "details", "rounds", "turns", "notes")
     }
     merged["notes"] = notes + merged["notes"]
     return {**merged, "verdicts": [], "tokens_equal": True}
@@ -276,6 +291,7 @@ def _result(
     names = [method.name for method in methods]
     return {
         "rows": rows,
+        "details": [report.make_detail(name, records, workload) for name in names],
         "rounds": report.by_round(records, names, workload),
         "turns": records,
         "verdicts": report.verdicts(records, names),

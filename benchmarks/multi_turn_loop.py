@@ -20,7 +20,8 @@ class Loop:
 
         Args:
             workload: the turns.
-            methods: each with ``name``, ``begin_round``, ``serve`` and, with a recorder, ``adopt``.
+            methods: each with ``name``, ``begin_round``, ``serve`` and, with a recorder, ``adopt``;
+                with ``clients``, it serves the turns of so many clients only.
             recorder: computes first prompts once for all methods; None for each on its own.
         """
         self.records: list[Record] = []
@@ -56,13 +57,14 @@ class Loop:
 
     def _serve(self, turn: Any, prompt: list[int], number: int) -> list[int]:
         """Let every method serve a turn; return what the first of them generated."""
-        shift = number % len(self._methods)
+        methods = [m for m in self._methods if turn.client < getattr(m, "clients", turn.client + 1)]
+        shift = number % len(methods)
         served = {
             method.name: method.serve(turn.client, prompt, self._workload.output_length)
-            for method in self._methods[shift:] + self._methods[:shift]
+            for method in methods[shift:] + methods[:shift]
         }
-        right = served[self._methods[0].name].tokens
-        for method in self._methods:
+        right = served[methods[0].name].tokens
+        for method in methods:
             self._note(method.name, turn, prompt, served[method.name], right)
         return right
 

@@ -51,6 +51,19 @@ def make_row(
     }
 
 
+def make_detail(name: str, records: list[Record], workload: Workload) -> dict[str, Any]:
+    """Return what a row has no room for: medians of the later rounds."""
+    own = [r for r in records if r["method"] == name]
+    later = [r for r in own if r["round"] > 1] or own
+    further = max(1, workload.output_length - 1)
+    return {
+        "method": name,
+        "turns": len(later),
+        "next_token_p50_s": percentile([r["rest_s"] for r in later], 0.5) / further,
+        "keep_p50_s": percentile([r["keep_s"] for r in later], 0.5),
+    }
+
+
 def by_round(records: list[Record], names: list[str], workload: Workload) -> list[dict[str, Any]]:
     """Return the tokens found by place, the ideal and the computed, by method and round."""
     lines = []
@@ -85,7 +98,11 @@ def verdicts(records: list[Record], names: list[str]) -> list[dict[str, Any]]:
     found = []
     for ours in (name for name in names if name in TIER_METHODS):
         for rival in (name for name in names if name in RIVALS):
-            ratios = sorted(times[ours, *turn] / times[rival, *turn] for turn in turns)
+            ratios = sorted(
+                times[ours, *turn] / times[rival, *turn]
+                for turn in turns
+                if (ours, *turn) in times and (rival, *turn) in times
+            )
             if not ratios:
                 continue
             low, high = percentile(ratios, 0.25), percentile(ratios, 0.75)
@@ -149,26 +166,31 @@ def _commit() -> str:
         return "unknown"
 
 
-def show_rows(rows: list[dict[str, Any]]) -> None:
-    """Print the table."""
+def show_rows(rows: list[dict[str, Any]], details: list[dict[str, Any]]) -> None:
+    """Print the table: times of the later rounds, ratios of the whole run."""
     print(
-        f"\n{'method':15}{'state in':>9}{'p50':>9}{'p90':>9}{'p99':>9}{'found':>9}{'ideal':>9}"
-        f"{'written/turn':>14}{'held':>10}{'peak RSS':>10}"
+        f"\n{'method':15}{'state in':>9}{'turns':>6}{'p50':>9}{'p90':>9}{'p99':>9}{'next':>8}"
+        f"{'keep':>8}{'found':>8}{'ideal':>8}{'written':>11}{'held':>12}{'peak RSS':>12}"
     )
-    for row in rows:
+    for row, more in zip(rows, details, strict=True):
         times = "".join(f"{row[f'ttft_p{p}_s']:8.3f}s" for p in (50, 90, 99))
         print(
-            f"{row['method']:15}{row['tier']:>9}{times}{row['found_ratio']:9.4f}"
-            f"{row['ideal_ratio']:9.4f}{mib(row['bytes_written']):>14}{mib(row['bytes_held']):>10}"
-            f"{mib(row['peak_rss']):>10}"
+            f"{row['method']:15}{row['tier']:>9}{more['turns']:6}{times}"
+            f"{more['next_token_p50_s']:7.3f}s{more['keep_p50_s']:7.3f}s"
+            f"{row['found_ratio']:8.4f}{row['ideal_ratio']:8.4f}{mib(row['bytes_written']):>11}"
+            f"{mib(row['bytes_held']):>12}{mib(row['peak_rss']):>12}"
         )
+    print(
+        "p50, p90, p99: time to first token; next: time of each further token; keep: saving after "
+        "a turn;\nwritten: bytes a turn; medians and means of the turns of the later rounds"
+    )
 
 
 def show_rounds(lines: list[dict[str, Any]]) -> None:
     """Print what was found where, by round."""
     print(
         f"\n{'method':15}{'round':>6}{'prompts':>9}{'ideal':>9}{'found':>9}{'device':>9}{'host':>9}"
-        f"{'disk':>9}{'computed':>9}{'ttft p50':>10}{'keep p50':>10}"
+        f"{'disk':>9}{'computed':>9}{'ttft p50':>10}"
     )
     for line in lines:
         if line["method"] not in TIER_METHODS:
@@ -177,7 +199,7 @@ def show_rounds(lines: list[dict[str, Any]]) -> None:
         print(
             f"{line['method']:15}{line['round']:6}{line['prompt_tokens']:9}{line['ideal_tokens']:9}"
             f"{line['found_tokens']:9}{line['device']:9}{line['host']:9}{line['disk']:9}"
-            f"{line['computed_tokens']:9}{ttft:>10}{line['keep_p50_s']:9.3f}s"
+            f"{line['computed_tokens']:9}{ttft:>10}"
         )
 
 

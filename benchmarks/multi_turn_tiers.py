@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -114,6 +115,8 @@ class TierSide:
             self._past = self._counts()
             self.store.check()
             self.handle.close()
+            self.handle = None
+            gc.collect()  # a new process would not have what the closed store still holds
             started = time.perf_counter()
             self.handle = self._open()
             self.reopen_s.append(time.perf_counter() - started)

@@ -205,6 +205,31 @@ def test_the_loop_reports_tokens_that_differ():
     assert {r["method"]: r["equal"] for r in loop.records} == {"recompute": True, "dynamic": False}
 
 
+def test_a_method_may_serve_some_clients_only():
+    class Fake:
+        def __init__(self, name):
+            self.name = name
+
+        def begin_round(self, number):
+            pass
+
+        def serve(self, client, prompt, count):
+            return Served(tokens=[client], ttft_s=1.0)
+
+    some, every = Fake("recompute"), Fake("tierkv_ssd")
+    some.clients = 2
+    workload = small()
+    loop = Loop(workload, [some, every])
+    loop.run()
+    counts = {name: [r["client"] for r in loop.records if r["method"] == name] for name in
+              ("recompute", "tierkv_ssd")}  # fmt: skip
+    assert sorted(counts["recompute"]) == [0] * 3 + [1] * 3
+    assert len(counts["tierkv_ssd"]) == 15
+    assert all(r["equal"] for r in loop.records)
+    (found,) = verdicts(loop.records, ["recompute", "tierkv_ssd"])
+    assert found["ratio"] == 1.0
+
+
 def run_script(tmp_path, capsys, *arguments):
     out = tmp_path / "out.json"
     status = multi_turn.main(
@@ -259,7 +284,7 @@ def test_the_script_runs_with_a_model(tmp_path, capsys):
         assert row["found_ratio"] >= 0.85 * row["ideal_ratio"]  # they cannot share the document
     for row in result["rows"][3:]:
         assert row["bytes_written"] > 0
-    assert "12 of 12" not in printed
+    assert all(more["turns"] == 4 for more in result["details"])
     assert "24 of 24 turns gave the same 4 tokens" in printed
     assert {line["method"] for line in result["rounds"]} == set(names)
     assert {(v["method"], v["rival"]) for v in result["verdicts"]} == {
@@ -270,6 +295,10 @@ def test_the_script_runs_with_a_model(tmp_path, capsys):
 def test_what_cannot_run_says_so(tmp_path, capsys, monkeypatch):
     assert multi_turn.main(["--model", "none", "--methods", "dynamic"]) == 2
     assert "choose from tierkv_host" in capsys.readouterr().err
+    assert multi_turn.main(["--model", str(tmp_path / "nothing")]) == 2
+    assert "cannot be loaded" in capsys.readouterr().err
+    assert multi_turn.main(["--model", "none", "--geometry", "3,4", "--clients", "1"]) == 2
+    assert "layers,heads,dim,dtype" in capsys.readouterr().err
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     assert multi_turn.main(["--model", "none", "--quick", "--plot", str(tmp_path / "a.png")]) == 2
     assert "pip install 'tierkv-store[plots]'" in capsys.readouterr().err
