@@ -47,6 +47,7 @@ class DevicePool:
             layer: self._component_views(group, layer)
             for group in range(len(spec.groups))
             for layer in spec.groups[group].layers
+            if self.num_slots
         }
 
     def page(self, slot: int) -> Tensor:
