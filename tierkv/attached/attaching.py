@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from tierkv.data_plane.core import Core
     from tierkv.data_plane.transfer import Transfers
 
+_PUBLISH_EVERY_S = 0.2
+
 
 class Attachments:
     """The attached pools of one store.  Thread-safe.
@@ -26,7 +28,6 @@ class Attachments:
         hints: its pins.
         flights: what runs in all the pools.
         stager: reads pages for all the pools.
-        publish: tells the outside what the store did.
     """
 
     def __init__(
@@ -35,8 +36,9 @@ class Attachments:
         self.core = core
         self.transfers = transfers
         self.hints = hints
-        self.publish = publish
-        self.flights = Flights(core, transfers, hints, publish)
+        self.flights = Flights(core, transfers, hints, self.publish)
+        self._publish = publish
+        self._published_at = float("-inf")
         self.stager = Stager(core, transfers)
         self._pools: list[AttachedPool] = []
 
@@ -46,6 +48,13 @@ class Attachments:
         with self.core.lock:
             self._pools.append(pool)
         return pool
+
+    def publish(self) -> None:
+        """Tell the outside what the store did, now and then: engines ask far more often."""
+        now = self.core.clock()
+        if now - self._published_at >= _PUBLISH_EVERY_S:
+            self._published_at = now
+            self._publish()
 
     def settle(self) -> None:
         """Wait for saves that were committed, at most the store's deadline."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,12 @@ from tierkv.attached.saving import Saver
 from tierkv.attached.views import PoolTensors, group_views
 from tierkv.control_plane.match import match_pages
 from tierkv.data_plane.claims import Claims
-from tierkv.errors import InvalidInputError, NamespaceMismatchError, StoreClosedError
+from tierkv.errors import (
+    ForkError,
+    InvalidInputError,
+    NamespaceMismatchError,
+    StoreClosedError,
+)
 from tierkv.identity.keys import Extras
 from tierkv.tiers import Tier
 
@@ -54,6 +60,7 @@ class AttachedPool:
         self._saver = Saver(core, home.transfers, self)
         self._load_stream = core.device.stream("engine-load")
         self._pin_owners: set[str] = set()
+        self._pid = os.getpid()
         self._closed = False
 
     @property
@@ -376,6 +383,11 @@ class AttachedPool:
             totals.found_tokens[tier.label] += getattr(lease.found, tier.label)
 
     def must_be_open(self) -> None:
-        """Raise StoreClosedError when the pool is closed."""
+        """Raise StoreClosedError when the pool is closed, ForkError in another process."""
         if self._closed:
             raise StoreClosedError("the attached pool is closed; attach it again")
+        if os.getpid() != self._pid:
+            raise ForkError(
+                f"the attached pool belongs to process {self._pid}; open a store and attach the "
+                "pool in the child"
+            )
