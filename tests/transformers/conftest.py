@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,7 @@ def make_tiny(family: str, dtype: Any = torch.float32, seed: int = 0, **given: A
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.1 + (parameter.dim() == 1))
     model.generation_config.pad_token_id = 0
+    model.generation_config.eos_token_id = 10**6  # some releases need one; this never comes
     return model.to(dtype).eval()
 
 
@@ -138,7 +140,7 @@ class Twin:
                 max(0, length - layer.sliding_window + 1) if layer.is_sliding else 0, length
             )
             if length:
-                layer.lazy_initialization(keys, values)
+                initialize(layer, keys, values)
                 layer.keys, layer.values = keys[:, :, keep].clone(), values[:, :, keep].clone()
             if layer.is_sliding:
                 layer.cumulative_length = length
@@ -155,6 +157,12 @@ class Twin:
         layer.update = recording
 
 
+def initialize(layer: Any, keys: Any, values: Any) -> None:
+    """Make a stock layer ready for states like these; older releases look at the keys only."""
+    count = len(inspect.signature(layer.lazy_initialization).parameters)
+    layer.lazy_initialization(*(keys, values)[:count])
+
+
 @torch.no_grad()
 def feed(model: Any, cache: Any, ids: Any) -> Any:
     """Feed ``ids`` after what ``cache`` holds; return all last hidden states and the logits.
@@ -164,7 +172,11 @@ def feed(model: Any, cache: Any, ids: Any) -> Any:
     """
     row = torch.as_tensor(ids, dtype=torch.long).reshape(1, -1)
     output = model(
-        input_ids=row, cache=cache, use_cache=True, logits_to_keep=1, output_hidden_states=True
+        input_ids=row,
+        past_key_values=cache,
+        use_cache=True,
+        logits_to_keep=1,
+        output_hidden_states=True,
     )
     return torch.cat([output.hidden_states[-1].flatten(), output.logits.flatten()])
 
@@ -238,6 +250,7 @@ class Steps:
     twin = staticmethod(Twin)
     traveller = staticmethod(Traveller)
     feed = staticmethod(feed)
+    initialize = staticmethod(initialize)
 
     @staticmethod
     def ids(count: int, *, seed: int = 1, vocabulary: int = 97) -> list[int]:

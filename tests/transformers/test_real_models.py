@@ -97,7 +97,7 @@ def test_a_chat_of_several_turns(real_model: Any, steps: Any, tmp_path: Path) ->
                 expected = model.generate(row, **options)
                 with kv.cache(row) as cache:
                     found.append(cache.found)
-                    output = model.generate(row, cache=cache, **options)
+                    output = model.generate(row, past_key_values=cache, **options)
                 assert torch.equal(output, expected)
                 said = output[0].tolist() + again
             kv.check()

@@ -52,7 +52,7 @@ def computed(cache: Any) -> int:
     [
         ({"num_beams": 2}, "2 sequences were fed to a cache of 1"),
         ({"num_return_sequences": 2, "do_sample": True}, "batch_repeat_interleave"),
-        ({"use_cache": False}, "continuation"),
+        ({"use_cache": False}, "continuation|attention mask is 11 long"),
     ],
 )
 def test_ways_of_generating_that_the_cache_was_not_begun_for(
@@ -62,7 +62,7 @@ def test_ways_of_generating_that_the_cache_was_not_begun_for(
         pass  # committed empty: nothing was fed
     cache = kv.cache(row)
     with pytest.raises((UnsupportedError, InvalidInputError), match=says):
-        model.generate(row, cache=cache, **{**GREEDY, **options})
+        model.generate(row, past_key_values=cache, **{**GREEDY, **options})
     cache.abandon()
 
 
@@ -83,9 +83,9 @@ def test_padding(kv: TierKV, model: Any, row: Any) -> None:
     mask[0, :2] = 0
     with kv.cache(row) as cache:
         with pytest.raises(UnsupportedError, match="left-padded mask"):
-            model.generate(row, attention_mask=mask, cache=cache, **GREEDY)
+            model.generate(row, attention_mask=mask, past_key_values=cache, **GREEDY)
         with pytest.raises(UnsupportedError, match="left-padded mask"):
-            model(row, attention_mask=mask, cache=cache)
+            model(row, attention_mask=mask, past_key_values=cache)
         assert computed(cache) == 0
 
 
@@ -115,11 +115,11 @@ def test_a_padded_batch_without_positions(kv: TierKV, model: Any, row: Any) -> N
         rest = ids[:, cache.get_seq_length() :]
         before = cache.get_seq_length()
         with pytest.raises(UnsupportedError, match="cumsum"):
-            model(rest, attention_mask=mask, cache=cache)
+            model(rest, attention_mask=mask, past_key_values=cache)
         with pytest.raises(UnsupportedError, match="left-padded mask"):
-            model(rest, cache=cache)
+            model(rest, past_key_values=cache)
         with pytest.raises(UnsupportedError, match="left-padded mask"):
-            model(rest, attention_mask=torch.ones_like(mask), cache=cache)
+            model(rest, attention_mask=torch.ones_like(mask), past_key_values=cache)
         assert cache.get_seq_length() == before
 
 
@@ -137,7 +137,7 @@ def test_a_mask_that_generate_infers_from_pad_tokens(kv: TierKV, model: Any, row
     model.generation_config.pad_token_id = int(row[0, 0])
     with kv.cache(row) as cache:
         with pytest.raises(UnsupportedError, match="equal to the pad token"):
-            model.generate(row, cache=cache, **GREEDY)
+            model.generate(row, past_key_values=cache, **GREEDY)
         assert computed(cache) == 0
     assert kv.generate(row, **GREEDY).shape == (1, 14)  # passes its own mask of ones
 
@@ -159,7 +159,7 @@ def test_arguments_of_forward(
 ) -> None:
     with kv.cache(row) as cache:
         with pytest.raises(error, match=says):
-            model(row, cache=cache, **given(row))
+            model(row, past_key_values=cache, **given(row))
         assert computed(cache) == 0
 
 
@@ -172,7 +172,7 @@ def test_arguments_that_say_nothing_are_accepted(kv: TierKV, model: Any, row: An
         "output_hidden_states": True,
     }
     with kv.cache(row) as cache, torch.no_grad():
-        model(row, cache=cache, **harmless)
+        model(row, past_key_values=cache, **harmless)
         assert computed(cache) == 10
 
 
@@ -180,16 +180,16 @@ def test_embeddings(kv: TierKV, model: Any, row: Any) -> None:
     embeds = model.get_input_embeddings()(row).detach()
     with kv.cache(row) as cache:
         with pytest.raises(UnsupportedError, match="inputs_embeds"):
-            model(inputs_embeds=embeds, cache=cache)
+            model(inputs_embeds=embeds, past_key_values=cache)
         with pytest.raises(UnsupportedError, match="inputs_embeds"):
-            model.generate(inputs_embeds=embeds, cache=cache, **GREEDY)
+            model.generate(inputs_embeds=embeds, past_key_values=cache, **GREEDY)
         assert computed(cache) == 0
 
 
 def test_another_number_of_rows(kv: TierKV, model: Any, row: Any) -> None:
     with kv.cache(row) as cache:
         with pytest.raises(UnsupportedError, match="2 sequences were fed to a cache of 1"):
-            model(row.repeat(2, 1), cache=cache)
+            model(row.repeat(2, 1), past_key_values=cache)
         for layer in cache.layers:
             for change in (
                 lambda layer=layer: layer.batch_repeat_interleave(2),
@@ -213,9 +213,9 @@ def test_ids_that_the_cache_was_not_begun_with(kv: TierKV, model: Any, row: Any)
         assert cache.found.total == row.shape[1] - 1
         # Only the end reaches the model, and it is the same: the whole is compared.
         with pytest.raises(InvalidInputError, match="token 3 of the ids fed"):
-            model.generate(other, cache=cache, **GREEDY)
+            model.generate(other, past_key_values=cache, **GREEDY)
         with pytest.raises(InvalidInputError, match=f"token {cache.found.total} of the ids"):
-            model(row[:, cache.found.total :] + 1, cache=cache)
+            model(row[:, cache.found.total :] + 1, past_key_values=cache)
         assert computed(cache) == 0
 
 
@@ -223,7 +223,7 @@ def test_ids_that_are_not_longer_than_what_is_held(kv: TierKV, model: Any, row: 
     row = kv.generate(row, **GREEDY)
     with kv.cache(row) as cache:
         with pytest.raises(InvalidInputError, match="at least one new token"):
-            model.generate(row[:, : cache.found.total], cache=cache, **GREEDY)
+            model.generate(row[:, : cache.found.total], past_key_values=cache, **GREEDY)
         assert computed(cache) == 0
 
 
@@ -231,24 +231,24 @@ def test_another_model_is_not_recorded(kv: TierKV, row: Any, tiny: Any) -> None:
     other = tiny("gemma3_text", seed=1)
     with kv.cache(row) as cache:
         with pytest.raises(InvalidInputError, match="call the attached model"):
-            other(row, cache=cache)
+            other(row, past_key_values=cache)
         with TierKV.attach(other, device="1MiB", page_tokens=4) as second:
             with pytest.raises(InvalidInputError, match="call the attached model"):
-                other(row, cache=cache)
+                other(row, past_key_values=cache)
             assert second.generate(row, **GREEDY).shape == (1, 14)
         assert computed(cache) == 0
 
 
 def test_a_part_of_the_model_is_not_recorded(kv: TierKV, model: Any, row: Any) -> None:
     with kv.cache(row) as cache, pytest.raises(InvalidInputError, match="call the attached model"):
-        model.model(row, cache=cache)
+        model.model(row, past_key_values=cache)
 
 
 def test_training_mode(kv: TierKV, model: Any, row: Any) -> None:
     with kv.cache(row) as cache:
         model.train()
         with pytest.raises(UnsupportedError, match=r"model\.eval"):
-            model(row, cache=cache)
+            model(row, past_key_values=cache)
         model.eval()
         assert computed(cache) == 0
 
@@ -264,8 +264,8 @@ def test_copies(kv: TierKV, row: Any) -> None:
 
 def test_a_spent_cache(kv: TierKV, model: Any, row: Any) -> None:
     with kv.cache(row) as cache, torch.no_grad():
-        model(row, cache=cache)
-    for use in (cache.commit, lambda: model(row, cache=cache)):
+        model(row, past_key_values=cache)
+    for use in (cache.commit, lambda: model(row, past_key_values=cache)):
         with pytest.raises(InvalidInputError, match="committed or abandoned"):
             use()
     cache.abandon()  # harmless
@@ -278,10 +278,10 @@ def test_a_forward_that_died_inside_the_model(kv: TierKV, model: Any, row: Any) 
     cache = kv.cache(row)
     hook = model.model.layers[1].mlp.register_forward_pre_hook(explode)
     with torch.no_grad(), pytest.raises(RuntimeError, match="out of memory"):
-        model(row, cache=cache)
+        model(row, past_key_values=cache)
     hook.remove()
     with pytest.raises(InvalidInputError, match="ended inside the model"):
-        model(row, cache=cache)
+        model(row, past_key_values=cache)
     with pytest.raises(InvalidInputError, match="ended inside the model"):
         cache.commit()
     cache.abandon()
@@ -292,7 +292,7 @@ def test_a_forward_that_died_inside_the_model(kv: TierKV, model: Any, row: Any) 
 def test_an_exception_abandons(kv: TierKV, model: Any, row: Any) -> None:
     def interrupted() -> None:
         with kv.cache(row) as cache, torch.no_grad():
-            model(row, cache=cache)
+            model(row, past_key_values=cache)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -318,7 +318,7 @@ def test_a_sequence_longer_than_the_pool(tiny: Any, steps: Any) -> None:
                 use()
         with kv.cache(steps.ids(10)) as cache:
             with pytest.raises(SequenceTooLongError):
-                model(steps.row(steps.ids(10) + steps.ids(30_000)), cache=cache)
+                model(steps.row(steps.ids(10) + steps.ids(30_000)), past_key_values=cache)
             assert computed(cache) == 0
         kv.check()
 
@@ -339,7 +339,7 @@ def test_after_closing(model: Any, row: Any) -> None:
     with pytest.raises(StoreClosedError, match="closed"):
         kv.cache(row)
     with pytest.raises((InvalidInputError, StoreClosedError)):
-        model(row, cache=cache)
+        model(row, past_key_values=cache)
     assert model.__dict__.keys() == before.keys(), "something was left on the model"
     assert not model._forward_pre_hooks
 

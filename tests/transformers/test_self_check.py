@@ -34,10 +34,10 @@ def test_a_wrong_continuation_is_refused_with_the_error_measured(tiny: Any) -> N
     rotary = model.model.rotary_emb
 
     def from_zero(module: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        positions = kwargs["position_ids"]
+        hidden, positions = args[0], kwargs["position_ids"] if len(args) < 2 else args[1]
         if positions.shape[-1] > 1:
-            kwargs["position_ids"] = positions - positions[:, :1]
-        return args, kwargs
+            positions = positions - positions[:, :1]
+        return (hidden, positions), {}
 
     rotary.register_forward_pre_hook(from_zero, with_kwargs=True)
     with pytest.raises(UnsupportedError, match=r"llama.*off by 0\.\d+ of the largest logit"):

@@ -105,7 +105,7 @@ def load_model(name: str, *, dtype: str = "float32", cache: Path | None = None) 
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=element)
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path that is no hub name either
         raise InvalidInputError(
             f"model {name!r}: not one of {sorted(PACKAGED)}, and not a model directory or hub "
             f"name that can be loaded: {error}"

@@ -93,6 +93,10 @@ class Generation:
             DeviceError: what was found did not arrive; the cache can only be abandoned.
         """
         given = {**self._kwargs, **more, cache_keyword(self._kv.model): cache}
+        piece = self._options.prefill_chunk_size
+        if piece is not None:  # some releases forget here that a prefix is cached
+            self._prefill(cache, int(piece))
+            given["prefill_chunk_size"] = None
         with torch.no_grad():
             output = self._kv.model.generate(self._ids, attention_mask=self._mask, **given)
         kept = None
@@ -101,12 +105,30 @@ class Generation:
         cache.commit(kept)
         return output
 
+    def _prefill(self, cache: TierKVCache, piece: int) -> None:
+        """Feed what was not found in pieces, but for the last piece."""
+        if piece < 1:
+            raise InvalidInputError(f"prefill_chunk_size must be at least 1, got {piece}")
+        for start in range(cache.get_seq_length(), self._ids.shape[1] - piece, piece):
+            stop = start + piece
+            feed_rows(self._kv.model, cache, self._ids[:, start:stop], self._mask[:, :stop])
 
-def feed_rows(model: Any, cache: TierKVCache, ids: Tensor) -> Any:
-    """Run one forward over ids ``[rows, n]`` for the state it leaves in the cache."""
-    given = {cache_keyword(model): cache, **last_logits_only(model)}
+
+def feed_rows(model: Any, cache: TierKVCache, ids: Tensor, mask: Tensor | None = None) -> None:
+    """Run one forward over new ids ``[rows, n]`` for the state that it leaves in the cache.
+
+    Args:
+        model: the attached model.
+        cache: continues by ``n`` columns.
+        ids: the new columns.
+        mask: of all columns held and new, for rows that are padded.
+    """
+    given: dict[str, Any] = {cache_keyword(model): cache, **last_logits_only(model)}
+    if mask is not None:
+        given["attention_mask"] = mask
+        given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     with torch.no_grad():
-        return model(input_ids=ids.to(model.device), use_cache=True, **given)
+        model(input_ids=ids.to(model.device), use_cache=True, **given)
 
 
 class Defaults:

@@ -22,6 +22,7 @@ from tierkv.integrations.transformers.refusals import (
     CUSTOM_MASK,
     EMBEDS,
     OTHER_BATCH,
+    OTHER_KEYWORD,
     PADDING,
     POSITIONS,
     TRAINING,
@@ -93,6 +94,8 @@ class ForwardGuard:
         cache = self._mine(given)
         if cache is None:
             return
+        if "cache" in given and "cache" not in self._signature.parameters:
+            raise InvalidInputError(OTHER_KEYWORD)  # this release would ignore it
         batch = cache.batch
         batch.settle()
         ids = checked_ids(given, batch, training=module.training)

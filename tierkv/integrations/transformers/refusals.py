@@ -7,6 +7,10 @@ OTHER_BATCH = (
     "(kv.cache(ids, attention_mask=mask)); for num_beams or num_return_sequences call "
     "cache.batch_repeat_interleave(n) first, or let kv.generate() do all of it"
 )
+OTHER_KEYWORD = (
+    "this release of Transformers does not know the argument cache=: pass past_key_values=, "
+    "which every release takes"
+)
 WHOLE_CACHE = "the layers of a tierkv cache change together: call this on the cache itself"
 WINDOW_GONE = (
     "tokens are to be taken back to where the window of a sliding layer is gone: call "
