@@ -100,10 +100,10 @@ class PoolMachine(RuleBasedStateMachine):
                 self.stored.add(page.key)
         self.bench.give(blocks)
 
-    @rule(talk=talks, count=units, computed=st.integers(0, 2), layerwise=st.booleans())
+    @rule(talk=talks, count=units, computed=st.integers(0, 40), layerwise=st.booleans())
     def resume(self, talk, count, computed, layerwise):
         keys = self.keys(talk, count)
-        computed = min(computed, count) * self.bench.unit
+        computed = min(4 * computed, keys.tokens)  # any number of blocks of four tokens
         tokens = self.bench.resume(keys, computed=computed, layerwise=layerwise)
         if self.leases or self.saves:  # they may hold what reading would need
             assert tokens <= self.expected(keys, computed)

@@ -1,5 +1,6 @@
 """Disks that lie or hang, copies that fail, full host memory: less is found, never wrong."""
 
+import os
 import threading
 import time
 from functools import partial
@@ -7,7 +8,8 @@ from functools import partial
 import pytest
 from engine_pools import BY_NAME, Bench
 
-from tierkv import LoadResult, PinError, SaveResult
+from tierkv import ForkError, LoadResult, PinError, SaveResult
+from tierkv.devices.base import DeviceError
 from tierkv.devices.cpu import CpuStream
 from tierkv.storage.ssd import SsdTier
 from tierkv.storage.testing import FaultyBackend, Gate
@@ -178,6 +180,35 @@ def test_a_save_that_fails_midway_keeps_no_page_of_the_group(open_bench, failing
     assert bench.resume(keys) == 3 * bench.unit
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_copies_that_cannot_begin_are_failures(open_bench, monkeypatch, layerwise):
+    bench = open_bench(HYBRID)
+    keys = bench.keys("a", 2)
+    bench.save(keys)
+
+    def wait(self, event, timeout_s):
+        raise DeviceError("the compute stream is broken")
+
+    with monkeypatch.context() as patch, bench.pool.match(keys) as lease:
+        patch.setattr(CpuStream, "wait", wait)
+        ticket = bench.pool.load(lease, bench.take_lease(lease), layerwise=layerwise)
+        with ticket.layer(0) as arrived:
+            assert not arrived
+        assert {result for group in ticket.wait() for result in group} == {LoadResult.FAILED}
+        assert set(bench.save(bench.keys("b", 2))) == {SaveResult.FAILED}
+    bench.store.check()
+    assert bench.resume(keys) == 2 * bench.unit
+    assert bench.resume(bench.keys("b", 2)) == 0
+
+
+def test_nothing_to_move_is_no_error(open_bench):
+    bench = open_bench(HYBRID)
+    with bench.pool.match(bench.keys("a", 0)) as lease:
+        assert bench.pool.load(lease, [[], []]).wait() == ((), ())
+    save = bench.pool.save([], [])
+    assert (save.wait(), save.blocks_free.is_set()) == ((), True)
+
+
 def test_a_late_copy_is_late_and_then_over(open_bench, monkeypatch):
     bench = open_bench()
     keys = bench.keys("a", 2)
@@ -292,6 +323,38 @@ def test_writes_go_through_when_asked(open_bench, disk):
         bench.pool.poll()
         assert time.monotonic() < before + 20
     bench.store.check()
+
+
+def test_a_forked_child_is_refused_and_the_parent_unharmed(open_bench):
+    bench = open_bench()
+    keys = bench.keys("a", 2)
+    bench.save(keys)
+    child = os.fork()
+    if not child:
+        try:
+            bench.pool.match(keys)
+        except ForkError:
+            os._exit(7)
+        os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert bench.resume(keys) == 2 * bench.unit
+
+
+def test_counters_say_what_was_done(open_bench):
+    bench = refill(open_bench, 4)
+    size = bench.spec.groups[0].page_bytes
+    bench.resume(bench.keys("a", 6))
+    bench.resume(bench.keys("a", 6), limit=2 * bench.unit)
+    bench.save(bench.keys("a", 6))
+    stats = bench.pool.stats()
+    assert (stats.queries, stats.query_tokens) == (2, 8 * bench.unit)
+    assert (stats.hits.disk, stats.hits.host) == (4 * bench.unit, 2 * bench.unit)
+    assert (stats.pages_loaded, stats.bytes_loaded) == (6, 6 * size)
+    assert (stats.pages_saved, stats.pages_duplicate, stats.bytes_saved) == (2, 4, 2 * size)
+    assert stats.as_dict()["hits"]["disk"] == 4 * bench.unit
+    tiers = bench.store.stats().tiers
+    assert tiers["host"].bytes_out == tiers["device"].bytes_in == 6 * size
+    assert tiers["disk"].hit_tokens == 4 * bench.unit
 
 
 def test_threads_save_and_resume_at_once(open_bench):

@@ -11,6 +11,7 @@ from tierkv.attached.flights import Block, Flight
 from tierkv.attached.results import LoadResult
 from tierkv.devices.base import DeviceError
 from tierkv.errors import InvalidInputError
+from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
     from tierkv.attached.pool import AttachedPool
@@ -119,13 +120,15 @@ class LoadTicket(Flight):
             for group, count in enumerate(self._counts)
         )
         self._claims.release()
-        counters = self.pool.counters
+        counters, totals = self.pool.counters, self._core.counters
         for group, count in enumerate(self._counts):
             if group in failed:
                 counters.load_failures += count
             else:
                 counters.pages_loaded += count
                 counters.bytes_loaded += self._bytes[group]
+                totals.bytes_out[Tier.HOST.label] += self._bytes[group]
+                totals.bytes_in[Tier.DEVICE.label] += self._bytes[group]
         return []
 
     def _enqueue(
@@ -149,8 +152,8 @@ class LoadTicket(Flight):
         if self._results is not None:
             return all(result is LoadResult.LOADED for result in self._results[group])
         event = self._by_layer.get(layer)
-        if event is None:
-            return True
+        if event is None:  # nothing of this layer is on its way
+            return not self._broken
         try:
             self._core.device.compute.wait(event, self._core.timeout_s)
         except DeviceError:

@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Any
 
 from tierkv.stats import Found
+from tierkv.tiers import Tier
 
 
 class LoadResult(StrEnum):
@@ -28,13 +29,17 @@ class SaveResult(StrEnum):
     LATE = "late"  # not over yet; ask again
 
 
+def _by_tier() -> dict[str, int]:
+    return dict.fromkeys((tier.label for tier in Tier), 0)
+
+
 @dataclass(slots=True, kw_only=True)
 class PoolCounters:
     """Mutable counters of an attached pool; changed under the store's lock only."""
 
     queries: int = 0
     query_tokens: int = 0
-    hit_tokens: dict[str, int] = field(default_factory=dict)
+    hit_tokens: dict[str, int] = field(default_factory=_by_tier)
     pages_loaded: int = 0
     pages_missed: int = 0
     load_failures: int = 0
@@ -48,8 +53,8 @@ class PoolCounters:
 
     def count_found(self, found: Found) -> None:
         """Add the tokens found by a query."""
-        for tier, tokens in asdict(found).items():
-            self.hit_tokens[tier] = self.hit_tokens.get(tier, 0) + tokens
+        for tier in Tier:
+            self.hit_tokens[tier.label] += getattr(found, tier.label)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

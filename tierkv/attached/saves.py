@@ -75,7 +75,8 @@ class SaveTicket(Flight):
             self._results[at] = None
         self._slots: dict[int, int] = {}  # by position in ``pages``
         self._moves: list[list[Run]] = [[] for _ in core.spec.groups]
-        self._layers_saved: set[int] = set()
+        self._layers_begun: set[int] = set()
+        self._layers_saved: set[int] = set()  # whose copies are enqueued
         self._cancelled = False
 
     @property
@@ -111,9 +112,9 @@ class SaveTicket(Flight):
         with self._core.lock:
             if self.closed_to_layers:
                 raise StoreClosedError("the save was committed or cancelled; begin a new one")
-            if layer in self._layers_saved:
+            if layer in self._layers_begun:
                 raise InvalidInputError(f"layer {layer} was saved before; each is saved once")
-            self._layers_saved.add(layer)
+            self._layers_begun.add(layer)
         group = spec.layer_to_group[layer]
         self._copy(group, spec.groups[group].layers.index(layer))
 
@@ -134,7 +135,7 @@ class SaveTicket(Flight):
                 for layer in group.layers
                 if moves and layer not in self._layers_saved
             ]
-            if missing:
+            if missing and not self._broken:
                 raise InvalidInputError(f"commit: layers {missing} have not been saved yet")
             self._complete.set()
         self.pool.poll()
@@ -188,9 +189,8 @@ class SaveTicket(Flight):
 
     def save_all(self) -> None:
         """Copy every layer, a group at a time; call without the lock."""
-        for group, view in enumerate(self.pool.blocks.views):
+        for group in range(len(self.pool.blocks.views)):
             self._copy(group, None)
-            self._layers_saved.update(view.group.layers)
 
     def abort(self) -> None:
         """Give up after an exception."""
@@ -208,7 +208,8 @@ class SaveTicket(Flight):
                 core.planner.give_back(Tier.HOST, [slot])
             else:
                 whole.append(at)
-        whole.sort(key=lambda at: (self.pages[at].end_token, self.pages[at].group))
+        anchor = core.spec.anchor  # parents come before their children
+        whole.sort(key=lambda at: (self.pages[at].end_token, self.pages[at].group != anchor))
         fresh = self._publish(whole)
         self._slots = {}
         self._results = [r or SaveResult.FAILED for r in self._results]
@@ -230,8 +231,9 @@ class SaveTicket(Flight):
             now=int(core.wall_clock()),
         )
         fresh: list[tuple[int, int]] = []
-        for at, row in zip(whole, rows.tolist(), strict=True):
-            if row < 0 or core.index.residency([row])[0]:
+        held = core.index.residency(rows).tolist()
+        for at, row, tiers in zip(whole, rows.tolist(), held, strict=True):
+            if row < 0 or tiers:
                 self._results[at] = SaveResult.NO_ROOM if row < 0 else SaveResult.DUPLICATE
                 core.planner.give_back(Tier.HOST, [self._slots[at]])
             else:
@@ -251,9 +253,8 @@ class SaveTicket(Flight):
         core, moves = self._core, self._moves[group]
         if not moves:
             return
-        ops = copies(
-            self.pool.blocks.views[group], core.host_memory, moves, to_engine=False, layer=layer
-        )
+        view = self.pool.blocks.views[group]
+        ops = copies(view, core.host_memory, moves, to_engine=False, layer=layer)
         try:
             self._stream.wait(core.device.compute.record(), core.timeout_s)
             with core.lock:  # copies and their event belong together: the stream has other users
@@ -261,6 +262,8 @@ class SaveTicket(Flight):
                     return
                 self._stream.copy(ops)
                 self._events.append((group, self._stream.record()))
+                layers = view.group.layers
+                self._layers_saved.update(layers if layer is None else layers[layer : layer + 1])
         except DeviceError:  # the results say so
             self._broken = True
 
