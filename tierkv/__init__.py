@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tierkv.identity.keys import Namespace
     from tierkv.identity.opaque import OpaqueGroup
     from tierkv.identity.spec import CacheSpec, Component, GroupKind, LayerGroup
+    from tierkv.integrations.transformers.one_call import generate
     from tierkv.sequence import Sequence
     from tierkv.stats import CommitReport, FlushReport, Found, StoreStats, TierStats
     from tierkv.store import Store
@@ -81,6 +82,7 @@ _HOMES = {
     "tierkv.events": ("EventKind", "EventQueue", "PageEvent"),
     "tierkv.identity.keys": ("Namespace",),
     "tierkv.identity.opaque": ("OpaqueGroup",),
+    "tierkv.integrations.transformers.one_call": ("generate",),
     "tierkv.sequence": ("Sequence",),
     "tierkv.identity.spec": ("CacheSpec", "Component", "GroupKind", "LayerGroup"),
     "tierkv.stats": ("CommitReport", "FlushReport", "Found", "StoreStats", "TierStats"),
@@ -137,6 +139,7 @@ __all__ = [
     "TierStats",
     "UnsupportedError",
     "__version__",
+    "generate",
     "parse_bytes",
 ]
 

@@ -15,7 +15,7 @@ from tierkv.identity.weights import tensor_versions
 from tierkv.integrations.transformers.batch import Batch, Row
 from tierkv.integrations.transformers.cache import TierKVCache
 from tierkv.integrations.transformers.feed import Feed
-from tierkv.integrations.transformers.generating import feed_rows, generate
+from tierkv.integrations.transformers.generating import feed_rows, run_generation
 from tierkv.integrations.transformers.guard import ForwardGuard
 from tierkv.integrations.transformers.identity import (
     adapter_state,
@@ -201,7 +201,7 @@ class TierKV:
         Raises:
             Everything that :meth:`cache` raises.
         """
-        return generate(self, input_ids, generate_kwargs)
+        return run_generation(self, input_ids, generate_kwargs)
 
     def stats(self) -> StoreStats:
         """Return the store's statistics."""

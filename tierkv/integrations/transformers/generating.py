@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _ATTEMPTS = 4  # each load that fails takes its pages off the device, so the next finds less
 
 
-def generate(kv: TierKV, input_ids: Any, kwargs: dict[str, Any]) -> Any:
+def run_generation(kv: TierKV, input_ids: Any, kwargs: Mapping[str, Any]) -> Any:
     """Carry :meth:`TierKV.generate` out."""
     generation = Generation(kv, input_ids, kwargs)
     while True:

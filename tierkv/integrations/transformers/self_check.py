@@ -8,6 +8,7 @@ over random ids find them before any real token is generated.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from transformers.cache_utils import DynamicCache
 from tierkv.errors import TierKVError, UnsupportedError
 from tierkv.identity.keys import Namespace, as_tokens
 from tierkv.identity.spec import CacheSpec
+from tierkv.identity.weights import tensor_versions
 from tierkv.integrations.transformers.batch import Row
 from tierkv.integrations.transformers.cache import TierKVCache
 from tierkv.integrations.transformers.feed import Feed
@@ -36,6 +38,9 @@ _PAGE_TOKENS = 8
 # at 7e-3; rounding in 8 bits of mantissa moves logits by up to 2e-2 between harmless splits.
 _FLOAT32_LIMIT = 1e-4
 _HALF_LIMIT = 5e-2
+
+# A memo only: it spares a check whose answer is known.
+_passed: weakref.WeakKeyDictionary[Any, object] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +97,20 @@ def check_model(model: Any, spec: CacheSpec) -> SelfCheck:
             f"in memory: off by {check.resumed_error:.2g} of the largest logit. Its cache holds "
             "state that the spec does not describe; use it without tierkv"
         )
+    _passed[model] = _condition(model)
     return check
+
+
+def checked_before(model: Any) -> bool:
+    """Return whether the model passed in this process and no weight was changed since."""
+    return model in _passed and _passed[model] == _condition(model)
+
+
+def _condition(model: Any) -> object:
+    """Return what a check holds for; unequal to anything where torch cannot tell changes."""
+    versions = tensor_versions(model.state_dict())
+    attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    return object() if versions is None else (versions, attention)
 
 
 def _resumed(model: Any, spec: CacheSpec, ids: Tensor) -> Tensor:
