@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "tierkv/aio": LEAVES
     | {
         "tierkv.identity",
+        "tierkv.devices",
         "tierkv.data_plane",
         "tierkv.store",
         "tierkv.sequence",

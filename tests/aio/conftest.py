@@ -115,7 +115,8 @@ class Interrupter:
 
         def executing(workers, call):
             with lock:
-                mine = self.task is not None and call.state is State.WAITED_FOR
+                running = self.task is not None and not self.task.done()
+                mine = running and call.state is State.WAITED_FOR
                 self._number -= mine
                 hit = mine and self._number == -1
             if hit:

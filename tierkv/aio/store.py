@@ -6,7 +6,9 @@ import os
 from collections import deque
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
 
+from tierkv.aio.pool import AsyncPool
 from tierkv.aio.sequence import AsyncSequence
 from tierkv.aio.workers import Workers, WorkersStats, first_call
 from tierkv.errors import StoreClosedError
@@ -14,6 +16,8 @@ from tierkv.sequence import Sequence
 from tierkv.store import Store
 
 if TYPE_CHECKING:
+    from tierkv.attached.pool import AttachedPool
+    from tierkv.attached.views import PoolTensors
     from tierkv.identity.keys import Extras, Namespace
     from tierkv.identity.spec import CacheSpec
     from tierkv.stats import FlushReport, StoreStats
@@ -45,6 +49,7 @@ class AsyncStore:
         )
         self._closed = False
         self._running: set[Sequence] = set()
+        self._pools: WeakSet[AttachedPool] = WeakSet()
         # Sequences whose AsyncSequence was dropped without an end; abandoned at the next
         # call, since a finaliser may run at any moment, in any thread.
         self._dropped: deque[Sequence] = deque()
@@ -108,6 +113,16 @@ class AsyncStore:
         self._release_dropped()
         call = partial(self._store.begin, token_ids, extras=extras, max_new_tokens=max_new_tokens)
         return self._adopt(await self._workers.run(call, undo=Sequence.abandon))
+
+    def attach_pool(self, tensors: PoolTensors, *, layout: str) -> AsyncPool:
+        """Put the host and disk tiers behind an engine's pool; see :meth:`Store.attach_pool`.
+
+        Does not wait.  Closing this object closes the pool.
+        """
+        self._must_be_open()
+        pool = self._store.attach_pool(tensors, layout=layout)
+        self._pools.add(pool)
+        return AsyncPool(pool, self._workers)
 
     async def hint(
         self,
@@ -220,6 +235,8 @@ class AsyncStore:
         if not self._store.closed:
             for sequence in list(self._running):
                 sequence.abandon()
+            for pool in list(self._pools):
+                pool.close()
         self._running.clear()
         if self._owns_store:
             self._store.close()
