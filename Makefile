@@ -9,6 +9,8 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 #   make test TORCH_ARGS='--index-url https://download.pytorch.org/whl/cpu'
 TORCH_ARGS ?=
 DEMO_ARGS ?=
+# Releases of Transformers for test-matrix.
+MATRIX ?= 4.57.6 newest
 PYTEST_ARGS ?=
 
 # One intra-op thread: two OpenMP threads on a busy small machine slow copies a hundredfold.
@@ -16,7 +18,7 @@ export OMP_NUM_THREADS := 1
 export PIP_NO_INPUT := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint format bench-quick clean
+.PHONY: help install demo test test-matrix lint format bench-quick bench-peers clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -30,6 +32,10 @@ test: install  ## run the whole test suite
 	@echo "== tests"
 	@$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+test-matrix:  ## test with the oldest and the newest Transformers, each in its own environment
+	@PYTHON='$(PYTHON)' TORCH_ARGS='$(TORCH_ARGS)' PYTEST_ARGS='$(PYTEST_ARGS)' \
+	    .ci/test-matrix $(MATRIX)
+
 lint: $(STAMPS)/package  ## check format, style and types
 	@echo "== ruff"
 	@$(BIN)/ruff format --check --quiet . || { echo "run 'make format'"; exit 1; }
@@ -41,12 +47,17 @@ format: $(STAMPS)/package  ## rewrite the sources in the project's format
 	@$(BIN)/ruff check --quiet --fix-only .
 	@$(BIN)/ruff format --quiet .
 
-bench-quick: install  ## run each benchmark once, small (about two minutes)
+bench-peers: install  ## compare with LMCache, in an environment of its own (1.6 GB)
+	@$(BIN)/python benchmarks/peers/lmcache.py --make-env .venv-lmcache
+
+bench-quick: install  ## run each benchmark once, small (about three minutes)
 	@$(BIN)/python benchmarks/tiers.py --quick
 	@$(BIN)/python benchmarks/control_plane.py --pages 10000 --rounds 3
+	@$(BIN)/python benchmarks/multi_turn.py --quick --no-memory
+	@$(BIN)/python benchmarks/multi_turn.py --model none --quick
 
-clean:  ## remove .venv, caches here and demo-store; leaves converted models in ~/.cache/tierkv
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache demo-store bench-data
+clean:  ## remove .venv*, caches here and demo-store; leaves converted models in ~/.cache/tierkv
+	rm -rf $(VENV) .venv-matrix .venv-lmcache build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache demo-store bench-data
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamps: each one is a step of the installation, redone when what it depends on changes.
