@@ -3,6 +3,7 @@
 import pytest
 import torch
 from engine_pools import BY_NAME, Bench, full, sliding
+from toy_model import FULL, namespace, states, turn
 
 from tierkv import CacheSpec, GroupKind, InvalidInputError, OpaqueGroup, SpecError, Store
 from tierkv.attached.views import domains, group_views
@@ -109,20 +110,31 @@ def test_a_store_without_a_device_pool_runs_no_sequences(benches, tmp_path):
     assert bench.store.stats().tiers["device"].capacity_pages == 0
 
 
-def test_pages_of_ordinary_specs_are_blocks_as_well(tmp_path):
-    """A pool whose blocks are pages in tierkv's own order needs no opaque spec."""
-    from toy_model import FULL, namespace
-
-    tensors = {layer: (torch.rand(8, 4, 2, 32), torch.rand(8, 4, 2, 32)) for layer in (0, 1)}
+def test_an_engine_resumes_what_a_sequence_computed(tmp_path):
+    """Blocks that are pages in tierkv's own order need no opaque spec, and share its keys."""
+    tokens, slot = list(range(14)), FULL.slot_bytes
+    tensors = {layer: (torch.zeros(8, 4, 2, 32), torch.zeros(8, 4, 2, 32)) for layer in (0, 1)}
     with (
-        Store.open(None, FULL, namespace(FULL), device=None, host="1MiB") as store,
+        Store.open(
+            tmp_path / "s", FULL, namespace(FULL), device=8 * slot, host="1MiB", disk="1MiB"
+        ) as store,
         store.attach_pool(tensors, layout=FULL.layout) as pool,
     ):
-        keys = pool.keys_from_tokens(range(12))
-        pool.save(keys.pages(0), [[5], [2], [7]]).wait()
+        turn(store, tokens)
+        assert store.flush().ok
+        keys = pool.keys_from_tokens(tokens)
         with pool.match(keys) as lease:
-            assert lease.tokens == 12
-            pool.load(lease, [[0, 1, 3]]).wait()
-        for k_or_v in (part for parts in tensors.values() for part in parts):
-            assert torch.equal(k_or_v[[0, 1, 3]], k_or_v[[5, 2, 7]])
+            assert lease.tokens == 12  # whole pages
+            pool.load(lease, [[5, 2, 7]]).wait()
+        for layer, parts in tensors.items():
+            for part, right in zip(parts, states(FULL, layer, tokens, 0, 12), strict=True):
+                assert torch.equal(part[[5, 2, 7]].flatten(0, 1).transpose(0, 1), right)
+        more = pool.keys_from_tokens([*tokens, 14, 15])
+        for layer, parts in tensors.items():
+            for part, new in zip(
+                parts, states(FULL, layer, [*tokens, 14, 15], 12, 16), strict=True
+            ):
+                part[1] = new.transpose(0, 1)
+        pool.save(more.pages(0), [[5], [2], [7], [1]]).wait()
+        assert turn(store, [*tokens, 14, 15, 16]).total == 16
         store.check()

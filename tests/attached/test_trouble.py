@@ -323,6 +323,22 @@ def test_writes_go_through_when_asked(open_bench, disk):
         bench.pool.poll()
         assert time.monotonic() < before + 20
     bench.store.check()
+    gate = Gate()
+    disk.inject("pwritev", gate, times=None, match="slabs")
+    pages = bench.all_pages(bench.keys("b", 40))
+    blocks = [bench.take_for(pages[at : at + 8]) for at in range(0, 40, 8)]
+    tickets = []
+    for at, ids in zip(range(0, 40, 8), blocks, strict=True):
+        bench.compute(pages[at : at + 8], ids)
+        tickets.append(bench.pool.save(pages[at : at + 8], ids))
+        assert tickets[-1].wait() == (SaveResult.STORED,) * 8  # a slow disk holds nobody up
+    assert bench.store.stats().tiers["disk"].pages == 6
+    gate.opened.set()
+    disk.clear()
+    bench.close()
+    assert tickets[-1].results() == (SaveResult.STORED,) * 8  # even now
+    bench = open_bench(write_through=True)
+    assert bench.resume(bench.keys("b", 40)) == 40 * bench.unit
 
 
 def test_a_forked_child_is_refused_and_the_parent_unharmed(open_bench):

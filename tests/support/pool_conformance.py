@@ -118,6 +118,23 @@ class PoolConformance:
         assert set(bench.pool.save(pages, blocks).wait()) == {SaveResult.DUPLICATE}
         assert bench.resume(keys) == 2 * bench.unit
 
+    def test_pages_being_saved_are_not_copied_again(self, open_bench):
+        bench = open_bench()
+        keys = bench.keys("a", 1)
+        pages = bench.all_pages(keys)
+        blocks = bench.take_for(pages)
+        bench.compute(pages, blocks)
+        first = bench.pool.begin_save(pages, blocks)
+        held = bench.store.stats().tiers["host"].held
+        assert held == len(pages)
+        second = bench.pool.begin_save(pages, bench.take_for(pages))
+        assert bench.store.stats().tiers["host"].held == held
+        assert set(second.commit().wait()) == {SaveResult.DUPLICATE}
+        for layer in bench.spec.layer_to_group:
+            first.layer(layer)
+        assert set(first.commit().wait()) == {SaveResult.STORED}
+        assert bench.resume(keys) == bench.unit
+
     def test_pages_survive_a_restart(self, open_bench, tmp_path):
         bench = open_bench(path=tmp_path / "s")
         bench.save(bench.keys("a", 3))

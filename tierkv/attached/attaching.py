@@ -78,6 +78,7 @@ class Attachments:
             pools = list(self._pools)
         for pool in pools:
             pool.close()
+        self.flights.close()
 
     def check(self) -> None:
         """Raise AssertionError when something is unaccounted for."""

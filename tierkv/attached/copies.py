@@ -89,23 +89,35 @@ def copies(
         moves: what to move.
         to_engine: from the host to the engine's blocks, or the other way.
         layer: position in the group of the only layer to move; None for all layers.
+
+    Returns:
+        Copies between uint8 tensors ``[pages, layers, blocks, *inside of the part]``, strided
+        on both sides, the last dimension in one run wherever the engine's is.
     """
+    layer_bytes, slot_bytes = view.group.layer_bytes, host.stride(0)
     ops = []
     for plane in view.planes:
         at, count = plane.first_layer, plane.layers
-        memory = plane.memory
         if layer is not None:
             if not at <= layer < at + count:
                 continue
-            memory, at, count = memory[:, layer - at : layer - at + 1], layer, 1
-        layer_bytes = view.group.layer_bytes
+            at, count = layer, 1
+        memory = plane.memory
+        to_block, to_layer, *inside = memory.stride()
+        shape, packed = memory.shape[2:], plane.packed
+        engine_start = memory.storage_offset() + (at - plane.first_layer) * to_layer
+        host_start = host.storage_offset() + at * layer_bytes + plane.offset
         for run in moves:
-            engine = memory[run.block : run.block + run.pages * run.count]
-            engine = engine.view(run.pages, run.count, *engine.shape[1:]).transpose(1, 2)
-            slots = host[run.slot : run.slot + run.pages]
-            page = slots[:, at * layer_bytes : (at + count) * layer_bytes]
-            page = page.view(run.pages, count, view.blocks_per_page, view.block_bytes)
-            page = page[:, :, run.first : run.first + run.count]
-            part = page[..., plane.offset : plane.offset + plane.bytes].view(engine.shape)
-            ops.append(CopyOp(engine, part) if to_engine else CopyOp(part, engine))
+            size = (run.pages, count, run.count, *shape)
+            engine = memory.as_strided(
+                size,
+                (run.count * to_block, to_layer, to_block, *inside),
+                engine_start + run.block * to_block,
+            )
+            page = host.as_strided(
+                size,
+                (slot_bytes, layer_bytes, view.block_bytes, *packed),
+                host_start + run.slot * slot_bytes + run.first * view.block_bytes,
+            )
+            ops.append(CopyOp(engine, page) if to_engine else CopyOp(page, engine))
     return ops

@@ -171,6 +171,11 @@ class Flights:
         with self._core.lock:
             return list(self._flights)
 
+    def close(self) -> None:
+        """Leave what was not written through to the store's last flush."""
+        with self._core.lock:
+            self._unwritten.clear()
+
     def check(self) -> None:
         """Raise AssertionError when a slot, block or pin is unaccounted for."""
         core = self._core

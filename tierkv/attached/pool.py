@@ -199,7 +199,7 @@ class AttachedPool:
                 ``lease.groups``, one after the other; None for a block that shall be left
                 alone because the engine has it.
             layerwise: copy in the model's layer order, so that ``with ticket.layer(i)`` waits
-                for no more than layer i; else whole pages, which is quicker in all.
+                for no more than layer i; else whole pages, in fewer copies.
 
         Raises:
             InvalidInputError: ids out of range, named twice, still used by a running load or

@@ -43,6 +43,15 @@ class Plane:
     bytes: int
     memory: Tensor
 
+    @property
+    def packed(self) -> tuple[int, ...]:
+        """Strides of the part's inside where it lies in a page: without gaps."""
+        strides, reach = list[int](), 1
+        for length in self.memory.shape[:1:-1]:
+            strides.append(reach)
+            reach *= length
+        return tuple(strides[::-1])
+
 
 class GroupView:
     """The blocks of one layer group in the engine's tensors."""
