@@ -2,11 +2,13 @@
 
 import asyncio
 import gc
+import re
 import threading
+from pathlib import Path
 
 import pytest
 import torch
-from toy_model import FULL, MIXED, states, turn
+from toy_model import FULL, MIXED, namespace, states, turn
 
 import tierkv
 from tierkv import (
@@ -415,6 +417,27 @@ def test_cancelled_at_every_await(tmp_path, tools, moment):
         assert isinstance(outcome, asyncio.CancelledError), (cut, outcome)
         cut += 1
     assert cut >= 14
+
+
+def test_what_the_document_shows_runs(tmp_path, tools):
+    document = (Path(__file__).parents[2] / "docs" / "async.md").read_text()
+    code = re.search(r"```python\n(.*?)```", document, re.DOTALL)[1]
+    for word, value in {"2GiB": "4MiB", "8GiB": "4MiB", "kv-store": str(tmp_path / "s")}.items():
+        code = code.replace(word, value)
+    code = code.replace("append(k, v)", "append(*new(layer, sequence))")
+    body = "".join(f"    {line}\n" for line in code.splitlines())
+    scope = {
+        "spec": FULL,
+        "namespace": namespace(FULL),
+        "token_ids": TOKENS,
+        "num_layers": 2,
+        "new": lambda layer, at: states(FULL, layer, TOKENS, at.length, 30),
+    }
+    for found in (0, 29):
+        exec(f"async def shown():\n{body}    return sequence, keys", scope)
+        sequence, keys = tools.run(scope["shown"]())
+        assert sequence.found.total == found
+        assert torch.equal(keys, states(FULL, 1, TOKENS, 0, 30)[0])
 
 
 def test_public_names_need_no_event_loop():

@@ -1,6 +1,7 @@
 """Generation, awaited: the same tokens, and a model that stops when nobody waits any more."""
 
 import asyncio
+import gc
 import threading
 
 import pytest
@@ -48,7 +49,7 @@ async def whole(kv):
     await kv.check()
     assert kv.stats().sequences == 0
     assert kv.stats().tiers["device"].held == 0
-    assert not kv._caches
+    assert not set(kv._caches)
 
 
 async def read_on(tokens, stream):
@@ -300,15 +301,30 @@ def test_errors_are_those_of_tierkv(model, attach, tools):
 def test_a_wrapped_model_stays_attached(model, tmp_path, tools, right):
     with TierKV.attach(model, tmp_path / "kv", **BUDGETS) as plain:
 
+        left = []
+
         async def main():
             async with AsyncTierKV(plain, io_workers=1) as kv:
                 assert (await kv.generate(IDS, **GREEDY))[0].tolist() == right["ids"]
-                await kv.cache(OTHER)  # left open
+                left.append(await kv.cache(OTHER))
 
         tools.run(main())
         tools.run(main())
         plain.check()
         assert plain.stats().sequences == 0
+
+
+def test_a_cache_that_is_dropped_is_abandoned_at_the_next(attach, tools):
+    async def main():
+        async with await attach() as kv:
+            await kv.cache(IDS)  # nobody keeps it
+            gc.collect()
+            assert kv.stats().sequences == 1
+            async with await kv.cache(OTHER):
+                assert kv.stats().sequences == 1
+            await whole(kv)
+
+    tools.run(main())
 
 
 async def scenario(attach, path):
@@ -341,7 +357,7 @@ def test_cancelled_at_every_await(model, attach, tmp_path, tools, right, moment)
                 (outcome,) = await asyncio.gather(at.task, return_exceptions=True)
                 if scenario.kv is not None:
                     await scenario.kv.close()
-                    assert not scenario.kv._caches
+                    assert not set(scenario.kv._caches)
                     assert scenario.kv.store.workers().failed_unseen == 0
                 return outcome
 

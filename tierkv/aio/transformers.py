@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
+from weakref import WeakSet
 
 from transformers import StoppingCriteriaList
 
@@ -56,7 +57,7 @@ class AsyncTierKV:
         self._io = io_workers if isinstance(io_workers, Workers) else Workers(io_workers, name=_IO)
         self._compute = Workers(compute_workers, name="tierkv-compute")
         self.store = AsyncStore(kv.store, workers=self._io)
-        self._caches: set[AsyncCache] = set()
+        self._caches: WeakSet[AsyncCache] = WeakSet()  # one that is dropped frees itself
         self._closed = False
 
     @classmethod
