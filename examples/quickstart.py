@@ -23,7 +23,7 @@ def ask(kv: TierKV, tokenizer, text: str) -> str:
     start = time.perf_counter()
     with kv.cache(ids, max_new_tokens=12) as cache:
         found = cache.found
-        output = kv.model.generate(ids, cache=cache, max_new_tokens=12, do_sample=False)
+        output = kv.model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
     seconds = time.perf_counter() - start
     print(f"{ids.shape[1]:5} tokens, {found.total:5} found {found}: {seconds:5.2f} s")
     return text + tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)

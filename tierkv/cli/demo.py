@@ -159,9 +159,11 @@ class _Run:
         dialogue.answered(ids)
 
     def _resumed(self, kv: TierKV, prompt: list[int]) -> tuple[list[int], float, Found]:
+        from tierkv.integrations.transformers.versions import cache_keyword
+
         watch = _FirstToken()
         with kv.cache(prompt, max_new_tokens=self._options["max_new_tokens"]) as cache:
-            ids = self._generate(prompt, watch, cache=cache)
+            ids = self._generate(prompt, watch, **{cache_keyword(kv.model): cache})
         return ids, watch.seconds, cache.found
 
     def _recomputed(self, prompt: list[int]) -> tuple[list[int], float]:
