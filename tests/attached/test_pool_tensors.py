@@ -138,3 +138,28 @@ def test_an_engine_resumes_what_a_sequence_computed(tmp_path):
         pool.save(more.pages(0), [[5], [2], [7], [1]]).wait()
         assert turn(store, [*tokens, 14, 15, 16]).total == 16
         store.check()
+
+
+def test_pages_in_a_device_pool_beside_are_brought_to_host_memory(tmp_path):
+    tensors = {layer: (torch.zeros(8, 4, 2, 32), torch.zeros(8, 4, 2, 32)) for layer in (0, 1)}
+    slot = FULL.slot_bytes
+    with (
+        Store.open(
+            tmp_path / "s", FULL, namespace(FULL), device=40 * slot, host=8 * slot, disk="1MiB"
+        ) as store,
+        store.attach_pool(tensors, layout=FULL.layout) as pool,
+    ):
+        for talk in range(4):  # all stay on the device; the first ones have left host memory
+            turn(store, [100 * talk + at for at in range(16)])
+            store.flush()
+        tokens = list(range(16))
+        keys = pool.keys_from_tokens(tokens)
+        with pool.match(keys, wait_s=0) as lease:
+            assert lease.tokens == 0
+        with pool.match(keys) as lease:
+            assert lease.found.disk == 16
+            pool.load(lease, [[3, 1, 2, 0]]).wait()
+        for layer, parts in tensors.items():
+            for part, right in zip(parts, states(FULL, layer, tokens, 0, 16), strict=True):
+                assert torch.equal(part[[3, 1, 2, 0]].flatten(0, 1).transpose(0, 1), right)
+        store.check()

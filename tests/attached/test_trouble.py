@@ -245,6 +245,30 @@ def test_a_late_copy_is_late_and_then_over(open_bench, monkeypatch):
     bench.store.check()
 
 
+def test_pages_on_their_way_to_the_engine_make_no_room(open_bench, monkeypatch):
+    bench = open_bench(host=8, disk=None)
+    keys = bench.keys("a", 6)
+    bench.save(keys)
+    gate, real = Gate(), CpuStream._copy_now
+
+    def slow(self, ops):
+        if self.name == "engine-load":
+            gate.hold()
+        real(self, ops)
+
+    monkeypatch.setattr(CpuStream, "_copy_now", slow)
+    lease = bench.pool.match(keys)
+    blocks = bench.take_lease(lease)
+    load = bench.pool.load(lease, blocks)
+    lease.release()
+    for talk in range(3):  # nobody has promised anything any more, but the copies still read
+        assert SaveResult.NO_ROOM in bench.save(bench.keys(talk, 6))
+    gate.opened.set()
+    assert set(load.wait()[0]) == {LoadResult.LOADED}
+    bench.expect_loaded(lease, keys, blocks)
+    assert set(bench.save(bench.keys("b", 6))) == {SaveResult.STORED}
+
+
 @pytest.mark.parametrize("disk_pages", [None, 64])
 def test_host_memory_full_of_leases_has_no_room_and_does_not_hang(open_bench, disk_pages):
     bench = open_bench(host=8, disk=disk_pages)

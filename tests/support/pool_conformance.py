@@ -108,6 +108,14 @@ class PoolConformance:
             assert lease.tokens == 3 * bench.unit
             assert lease.found.total == 0
 
+    def test_what_the_engine_holds_itself_need_not_be_there(self, open_bench):
+        bench = open_bench()
+        keys = bench.keys("a", 3)
+        bench.save(keys, [p for p in bench.all_pages(keys) if p.end_token > bench.unit])
+        assert bench.resume(keys, computed=bench.unit) == 3 * bench.unit
+        if bench.spec.groups[bench.spec.anchor].kind.needs_every_page:
+            assert bench.resume(keys) == 0
+
     def test_pages_held_already_are_not_copied_again(self, open_bench):
         bench = open_bench()
         keys = bench.keys("a", 2)
