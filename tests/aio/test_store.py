@@ -182,7 +182,8 @@ def test_begins_queue_behind_busy_workers_and_are_cancelled_there(tmp_path, tool
     tools.run(main())
 
 
-def test_leaving_waits_for_a_call_that_a_cancellation_left_running(tmp_path, tools):
+@pytest.mark.parametrize("cancellations", [1, 2])
+def test_leaving_waits_for_a_call_that_a_cancellation_left_running(tmp_path, tools, cancellations):
     async def main():
         async with await tools.AsyncStore.open(tmp_path / "s", **tools.options()) as store:
             gate, left = Gate(), asyncio.Event()
@@ -209,7 +210,10 @@ def test_leaving_waits_for_a_call_that_a_cancellation_left_running(tmp_path, too
                     await sequence.reserve(1)
             assert not task.done()
             assert not sequence.ended
+            if cancellations == 2:  # ends the waiting, not the abandoning
+                await cancelled(task)
             gate.opened.set()
+            await store.settled()
             with pytest.raises(asyncio.CancelledError):
                 await task
             assert sequence.ended

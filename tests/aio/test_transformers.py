@@ -18,6 +18,7 @@ from tierkv.integrations.transformers import TierKV  # noqa: E402
 IDS = [(7 * i + 3) % 89 + 3 for i in range(40)]
 OTHER = [(5 * i + 1) % 89 + 3 for i in range(24)]
 BUDGETS = {"device": "4MiB", "host": "4MiB", "disk": "16MiB", "page_tokens": 8}
+NAME = "past_key_values"  # of the cache, in every release
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 
 
@@ -96,7 +97,7 @@ def test_generation_gives_what_it_gives_without_await(model, attach, tmp_path, t
             async with await kv.cache(IDS, max_new_tokens=12) as cache:
                 assert cache.found.total == 39
                 output = await cache.compute(
-                    lambda: model.generate(torch.tensor([IDS]), cache=cache.raw, **GREEDY)
+                    lambda: model.generate(torch.tensor([IDS]), **{NAME: cache.raw}, **GREEDY)
                 )
                 assert output[0].tolist() == right["ids"]
             await whole(kv)
@@ -116,7 +117,7 @@ def test_a_cancelled_generation_stops_at_its_next_token(model, attach, tools, ho
                     pass
         else:
             async with await kv.cache(IDS, 12, keep_partial=keep) as cache:
-                given = {**GREEDY, "cache": cache.raw, "stopping_criteria": [cache.stopping]}
+                given = {**GREEDY, NAME: cache.raw, "stopping_criteria": [cache.stopping]}
                 await cache.compute(lambda: model.generate(torch.tensor([IDS]), **given))
 
     async def main():
@@ -300,7 +301,6 @@ def test_errors_are_those_of_tierkv(model, attach, tools):
 
 def test_a_wrapped_model_stays_attached(model, tmp_path, tools, right):
     with TierKV.attach(model, tmp_path / "kv", **BUDGETS) as plain:
-
         left = []
 
         async def main():
@@ -335,7 +335,7 @@ async def scenario(attach, path):
             async for _ in stream:
                 pass
         async with await kv.cache(OTHER) as cache:
-            await cache.compute(lambda: kv.model(torch.tensor([OTHER]), cache=cache.raw))
+            await cache.compute(lambda: kv.model(torch.tensor([OTHER]), **{NAME: cache.raw}))
             await cache.commit()
         async with await kv.cache(OTHER):
             pass

@@ -310,6 +310,20 @@ def test_a_loop_that_is_closed_early_loses_nothing(workers, tools):
     assert call.state is State.GONE
 
 
+def test_a_result_on_its_way_to_a_loop_that_is_closed_is_undone(workers, tools):
+    lease, loop = Lease(), asyncio.new_event_loop()
+
+    async def begin():
+        return workers.start(lease.take, undo=lease.give_back)
+
+    call = loop.run_until_complete(begin())
+    workers._executor.submit(nothing).result(20)  # the result was handed to the loop
+    loop.close()
+    tools.run(workers.close(nothing))
+    assert (lease.taken, lease.returned) == (1, 1)
+    assert call.state is State.GONE
+
+
 @pytest.mark.parametrize("arrives", [False, True])
 def test_a_coroutine_that_is_destroyed_loses_nothing(workers, tools, arrives):
     gate, lease = Gate(), Lease()

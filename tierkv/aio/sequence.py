@@ -178,7 +178,7 @@ class AsyncSequence:
 
     async def _make_room(self, layer: int, start: int, count: int) -> None:
         """Obtain pages for tokens that a layer is given, once for all layers."""
-        if self._room != (start, count) or not self._strand.idle:
+        if self._room != (start, count):
             await self._run(partial(self._sequence.gate.make_room, layer, count))
             self._room = (start, count)
 
