@@ -42,7 +42,7 @@ from tierkv.storage.ssd import PageInfo, PageWrite, ReadStatus, SsdTier, WriteSt
 from tierkv.units import format_bytes
 
 KIB, MIB = 1 << 10, 1 << 20
-DEPTH = 2
+DEPTH = 4
 NAMESPACE = bytes(32)
 
 Operation = Callable[[], None]

@@ -35,7 +35,7 @@ class SsdConfig:
     capacity_bytes: int
     slot_payload_bytes: int
     codec: str = "raw"
-    io_threads: int = 2
+    io_threads: int = 4
     sync_interval_s: float = 2.0
     io_timeout_s: float = 30.0
     direct: bool = True
