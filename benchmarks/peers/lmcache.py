@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--objects", type=int, default=8, help="32 MiB objects a round; as many bytes of small")
     add("--size", type=int, action="append", metavar="MIB",
         help="MiB of an object; 32 and 1 by default")  # fmt: skip
-    add("--io-threads", type=int, default=2, help="of tierkv's disk tier; 2, as the store has it")
+    add("--io-threads", type=int, default=4, help="of tierkv's disk tier; 4, as the store has it")
     add("--directory", type=Path, default=Path(), help="where files are made")
     add("--json", type=Path, metavar="FILE")
     options = parser.parse_args(arguments)
