@@ -48,9 +48,13 @@ def test_each_fault_names_a_test_that_exists(row: str) -> None:
             assert name in defined_names(path), f"{file} has no {name}; named in: {row}"
 
 
-@pytest.mark.parametrize(
-    "name", ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/cli.md", "docs/engines.md"]
-)
+DOCUMENTS = [
+    *("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md"),
+    *("docs/async.md", "docs/cli.md", "docs/engines.md", "docs/format.md"),
+]
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
 def test_files_that_documents_point_to_exist(name: str) -> None:
     document = ROOT / name
     text = document.read_text()

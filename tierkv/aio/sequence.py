@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tierkv.aio.workers import Workers
-    from tierkv.data_plane.gate import LayerGate, LayerView
+    from tierkv.data_plane.gate import LayerView
     from tierkv.identity.keys import TokenArray
     from tierkv.identity.spec import CacheSpec
     from tierkv.sequence import Sequence
@@ -173,7 +173,7 @@ class AsyncSequence:
     async def _enter(self, layer: int) -> None:
         """Wait for a layer's transfers, on a thread if that takes a wait."""
         gate = self._sequence.gate
-        if not (self._strand.idle and _arrived(gate, layer)):
+        if not (self._strand.idle and gate.arrived(layer)):
             await self._run(partial(gate.enter, layer))
 
     async def _make_room(self, layer: int, start: int, count: int) -> None:
@@ -245,8 +245,3 @@ class AsyncLayer:
 
 def _abandon(sequence: Sequence) -> None:
     sequence.abandon()
-
-
-def _arrived(gate: LayerGate, layer: int) -> bool:
-    """Whether entering a layer would not wait."""
-    return all(event.done() for event in gate._arriving.get(layer, ()))

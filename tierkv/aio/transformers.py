@@ -206,7 +206,7 @@ class AsyncTierKV:
             await self.close()
 
     async def _begin_generation(self, generation: Generation, keep_partial: bool) -> AsyncCache:
-        computes = generation._copies > 1 or len(generation._ids) > 1
+        computes = generation.computes_to_begin
         return await self._begin(generation.begin, computes=computes, keep_partial=keep_partial)
 
     async def _begin(

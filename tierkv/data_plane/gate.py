@@ -211,6 +211,10 @@ class LayerGate:
         self._reserve(start, count)
         return start
 
+    def arrived(self, layer: int) -> bool:
+        """Return whether entering ``layer`` would not have to wait."""
+        return all(event.done() for event in self._arriving.get(layer, ()))
+
     def enter(self, layer: int) -> None:
         """Order the compute stream after the transfers of ``layer``."""
         if self._closed:

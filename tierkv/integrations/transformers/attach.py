@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections import deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
@@ -288,8 +289,9 @@ class TierKV:
             raise
 
     def _release_dropped(self) -> None:
-        while self._dropped:
-            self._dropped.popleft().abandon()
+        with suppress(IndexError):  # none left, or another thread was quicker
+            while True:
+                self._dropped.popleft().abandon()
 
 
 def _drop(batch: Batch, dropped: deque[Batch]) -> None:

@@ -64,6 +64,11 @@ class Generation:
         self._begun = 0
 
     @property
+    def computes_to_begin(self) -> bool:
+        """Whether :meth:`begin` runs the model: rows of a batch are brought to one column."""
+        return self._copies > 1 or len(self._ids) > 1
+
+    @property
     def can_start_over(self) -> bool:
         """Whether another attempt is worth it."""
         return self._begun < _ATTEMPTS
