@@ -79,7 +79,6 @@ class PoolMachine(RuleBasedStateMachine):
         if len(self.saves) < 2:
             pages = self.bench.all_pages(self.keys(talk, count))
             blocks = self.bench.take_for(pages)
-            self.bench.compute(pages, blocks)
             self.saves.append((self.bench.pool.begin_save(pages, blocks), blocks))
 
     @precondition(lambda self: self.saves)
@@ -88,6 +87,7 @@ class PoolMachine(RuleBasedStateMachine):
         save, blocks = self.saves.pop()
         layers = sorted(self.bench.spec.layer_to_group)
         for layer in layers if commit else layers[:2]:
+            self.bench.compute(save.pages, blocks, layers={layer})
             save.layer(layer)
         if commit:
             save.commit()
