@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,8 @@ def converted(name: str, *, cache: Path | None = None) -> Path:
     if not packaged.installed:
         raise InvalidInputError(f"model {name!r} is not installed: run `{packaged.install}`")
     root = (cache or user_cache_dir()) / "models"
-    target = root / f"{name}-{packaged.version()[:12]}"
+    # A tokenizer that one major release has saved is not read by another.
+    target = root / f"{name}-{packaged.version()[:12]}-t{version('transformers').split('.')[0]}"
     if target.is_dir():
         return target
     with _scratch_folder(root) as scratch:
