@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from tierkv.errors import InvalidInputError  # noqa: E402
 from tierkv.integrations import models  # noqa: E402
+
+FOLDER = f"fake-abcdefabcdef-t{transformers.__version__.split('.')[0]}"
 
 
 def test_an_ordinary_directory(tiny_folder: Path) -> None:
@@ -66,7 +68,7 @@ def test_a_package_is_converted_once(conversions: list[Path], tmp_path: Path) ->
     first = models.converted("fake", cache=tmp_path)
     assert models.converted("fake", cache=tmp_path) == first
     assert len(conversions) == 1
-    assert first == tmp_path / "models" / "fake-abcdefabcdef"
+    assert first == tmp_path / "models" / FOLDER
     assert [p.name for p in first.parent.iterdir()] == [first.name], "scratch was left behind"
 
 
@@ -90,7 +92,7 @@ def test_the_quicker_of_two_processes_wins(
 ) -> None:
     def overtaken(gguf: Path, out: Path) -> None:
         out.mkdir()
-        target = tmp_path / "models" / "fake-abcdefabcdef"
+        target = tmp_path / "models" / FOLDER
         target.mkdir()
         (target / "config.json").write_text("the other one")
 
