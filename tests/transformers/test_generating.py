@@ -337,3 +337,34 @@ class Collector:
 
     def end(self) -> None:
         pass
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mistral"])
+def test_beams_and_drafts_equal_memory_to_the_bit(
+    family: str, dtype: Any, tiny: Any, steps: Any
+) -> None:
+    """The scores of every step, against the same steps on a stock cache."""
+    model = tiny(family, dtype=dtype)
+    told = {"return_dict_in_generate": True, "output_scores": True}
+    row = repetitive(steps)
+    with TierKV.attach(model, device="8MiB", host="1MiB", page_tokens=4) as kv:
+        ours = kv.generate(row, **GREEDY, **told, num_beams=3)
+        stock = transformers.DynamicCache(config=model.config)
+        steps.feed(model, stock, row[:, :-1])
+        stock.batch_repeat_interleave(3)
+        given = {cache_keyword(model): stock}
+        theirs = model.generate(row, **given, **GREEDY, **told, num_beams=3)
+        assert torch.equal(ours.sequences, theirs.sequences)
+        for mine, other in zip(ours.scores, theirs.scores, strict=True):
+            assert torch.equal(mine, other)
+
+        longer = steps.row([5, *row[0].tolist()])  # nothing of it is stored: from the beginning
+        drafts = {**told, **GREEDY, "prompt_lookup_num_tokens": 4, "max_new_tokens": 16}
+        stock = transformers.DynamicCache(config=model.config)
+        theirs = model.generate(longer, **{cache_keyword(model): stock}, **drafts)
+        ours = kv.generate(longer, **drafts)
+        assert torch.equal(ours.sequences, theirs.sequences)
+        for mine, other in zip(ours.scores, theirs.scores, strict=True):
+            assert torch.equal(mine, other)
+        kv.check()
