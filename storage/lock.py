@@ -58,7 +58,8 @@ class DirectoryLock:
         except OSError as error:
             if error.errno == errno.EROFS:
                 raise StoreReadOnlyError(
-                    f"{path}: on a read-only filesystem; open the store with read_only=True"
+                    f"{path}: on a read-only filesystem; `tierkv ls` and `tierkv verify` can "
+                    "look at a store there, but it cannot be used"
                 ) from error
             raise StoreError(
                 f"{path}: cannot be opened for writing ({error.strerror}); check permissions"

@@ -183,12 +183,13 @@ def _refused(root: str, error: OSError | lmdb.Error) -> StoreError:
     number = getattr(error, "errno", None)
     if number == errno.EROFS:
         return StoreReadOnlyError(
-            f"{root}: on a read-only filesystem; open the store with read_only=True"
+            f"{root}: on a read-only filesystem; `tierkv ls` and `tierkv verify` can look at a "
+            "store there, but it cannot be used"
         )
     reason = getattr(error, "strerror", None) or error
     return StoreError(
-        f"{root}: cannot be opened ({reason}); check the path, its owner, its free space and "
-        "the disk, or try read_only=True"
+        f"{root}: cannot be opened ({reason}); check the path (a directory?), its owner, its "
+        "free space and the disk"
     )
 
 

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from tierkv.identity.opaque import OpaqueGroup
     from tierkv.identity.spec import CacheSpec, Component, GroupKind, LayerGroup
     from tierkv.integrations.transformers.one_call import generate
+    from tierkv.integrations.transformers.opening import open_store
     from tierkv.sequence import Sequence
     from tierkv.stats import CommitReport, FlushReport, Found, StoreStats, TierStats
     from tierkv.store import Store
@@ -83,6 +84,7 @@ _HOMES = {
     "tierkv.identity.keys": ("Namespace",),
     "tierkv.identity.opaque": ("OpaqueGroup",),
     "tierkv.integrations.transformers.one_call": ("generate",),
+    "tierkv.integrations.transformers.opening": ("open_store",),
     "tierkv.sequence": ("Sequence",),
     "tierkv.identity.spec": ("CacheSpec", "Component", "GroupKind", "LayerGroup"),
     "tierkv.stats": ("CommitReport", "FlushReport", "Found", "StoreStats", "TierStats"),
@@ -140,6 +142,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "generate",
+    "open_store",
     "parse_bytes",
 ]
 

@@ -115,6 +115,7 @@ class Sequence:
         self._must_run()
         length = self.gate.settled_length()
         self._await_arrivals()
+        self._prepared = None  # a page that was this sequence's alone is no longer
         core = self._core
         with core.lock:
             holding = self._holding.fork(length)
@@ -122,10 +123,10 @@ class Sequence:
                 core,
                 self._loader,
                 self._running,
-                self._tokens,
+                self._tokens[:length],
                 self.found,
                 holding,
-                self._committer.fork(holding.tables),
+                self._committer.fork(holding.tables, length),
                 lambda reserve: self.gate.fork(holding.tables, reserve),
             )
             self._running.add(other)
@@ -139,6 +140,7 @@ class Sequence:
         """
         self._must_run()
         self._holding.floor = length
+        self._prepared = None  # pages obtained for a step may not be all it needs now
 
     def crop(self, length: int) -> None:
         """Take back the tokens from ``length`` on, as if they had never been appended.
@@ -210,7 +212,8 @@ class Sequence:
             turn_end: also save the partial last page, as a tail page of its own.
 
         Raises:
-            InvalidInputError: fewer ids than ``length``, or ids that differ from the prompt.
+            InvalidInputError: fewer ids than ``length``, ids that differ from the prompt, or a
+                forward that ended in the middle.
         """
         self._must_run()
         tokens = self._fed(token_ids)
@@ -218,6 +221,7 @@ class Sequence:
             return CommitReport()
         tails = self._holding.copy_tails(len(tokens)) if turn_end else None
         report = self._commit(tokens, tails)
+        self._prepared = None  # what a step has obtained and not written goes back too
         self._holding.drop_outdated(len(tokens), self._committer.committed)
         return report
 
@@ -323,7 +327,7 @@ class Sequence:
 
     def _fed(self, token_ids: Any) -> TokenArray:
         """Return the ids of the tokens written so far, checked against the prompt."""
-        tokens, length = as_tokens(token_ids), self.length
+        tokens, length = as_tokens(token_ids), self.gate.settled_length()
         if len(tokens) < length:
             raise InvalidInputError(
                 f"commit: {len(tokens)} token ids given, but {length} tokens were written; "

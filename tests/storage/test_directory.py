@@ -210,7 +210,7 @@ def test_a_read_only_filesystem_says_what_to_do(fast_dir, open_tier, monkeypatch
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), path)
 
     monkeypatch.setattr(os, "makedirs", refuse)
-    with pytest.raises(StoreReadOnlyError, match="read_only=True"):
+    with pytest.raises(StoreReadOnlyError, match="read-only filesystem"):
         open_tier()
 
 

@@ -128,7 +128,7 @@ def test_a_read_only_filesystem(image, open_tier):
     put(tier, 1, 2)
     tier.close()
     run("mount", "-o", "remount,ro", target)
-    with pytest.raises(StoreReadOnlyError, match="read_only=True"):
+    with pytest.raises(StoreReadOnlyError, match="read-only filesystem"):
         open_tier(target / "store", **options)
     reader = open_tier(target / "store", read_only=True, **options)
     assert read(reader, 1, 2) == [HIT] * 2

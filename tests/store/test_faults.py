@@ -189,7 +189,10 @@ def test_a_forward_that_ended_in_the_middle_cannot_be_tried_again(open_store):
         layer.append(*states(FULL, 0, tokens, 0, 9))
     with pytest.raises(InvalidInputError, match="abandon"), sequence.gate.layer(1) as layer:
         layer.append(*states(FULL, 1, tokens, 0, 4))
-    assert sequence.finish(tokens).pages == 0
+    for end in (sequence.finish, sequence.commit):
+        with pytest.raises(InvalidInputError, match="ended in the middle"):
+            end(tokens)
+    sequence.abandon()
     turn(store, tokens)
     assert turn(store, [*tokens, 1]).total == 9
 

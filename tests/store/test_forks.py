@@ -1,9 +1,15 @@
 """Sequences that fork, and sequences that take tokens back."""
 
 import pytest
-from toy_model import MIXED, SLIDING, SPECS, feed, turn
+from toy_model import MIXED, SLIDING, SPECS, feed, sliding_group, states, turn
 
-from tierkv import InvalidInputError, PoolExhaustedError, SequenceEndedError, Tier
+from tierkv import (
+    CacheSpec,
+    InvalidInputError,
+    PoolExhaustedError,
+    SequenceEndedError,
+    Tier,
+)
 
 LENGTHS = [1, 3, 4, 5, 8, 11, 16]
 
@@ -221,3 +227,55 @@ def test_begin_with_a_limit(open_store):
     with pytest.raises(InvalidInputError, match="limit"):
         store.begin(tokens, limit=-1)
     store.check()
+
+
+def test_a_commit_between_obtaining_pages_and_writing_them(open_store):
+    """What a step has obtained and not written must be obtained again, not be published."""
+    spec = CacheSpec(groups=(sliding_group(layers=(0, 1), page_tokens=8, window=4),))
+    tokens = list(range(13))
+    for between in ("commit", "fork", "keep_from"):
+        store = open_store(spec, device=40, path=None, disk=None, boundary_pages=8)
+        sequence = store.begin(tokens)
+        feed(sequence, tokens, 5)
+        sequence.gate.make_room(0, 8)  # a step is prepared, and given up
+        if between == "commit":
+            sequence.commit(tokens)
+        elif between == "fork":
+            sequence.fork().finish(tokens[:5])
+        else:
+            sequence.keep_from(2)
+        feed(sequence, tokens)
+        sequence.finish(tokens)
+        store.check()
+        assert turn(store, [*tokens, 1]).total == 13
+        store.close()
+
+
+def test_a_commit_in_the_middle_of_a_forward_is_refused(open_store):
+    store = open_store(SLIDING)
+    tokens = list(range(13))
+    sequence = store.begin(tokens)
+    feed(sequence, tokens, 5)
+    with sequence.gate.layer(0) as layer:
+        layer.append(*states(SLIDING, 0, tokens, 5, 13))
+    for end in (sequence.commit, sequence.finish):
+        with pytest.raises(InvalidInputError, match="ended in the middle"):
+            end(tokens)
+    with sequence.gate.layer(1) as layer:  # the forward goes on after all
+        layer.append(*states(SLIDING, 1, tokens, 5, 13))
+    sequence.finish(tokens)
+    assert turn(store, [*tokens, 1]).total == 13
+
+
+def test_a_fork_in_the_middle_of_a_prompt_may_go_on_otherwise(open_store):
+    store = open_store()
+    tokens = list(range(12))
+    sequence = store.begin(tokens)
+    feed(sequence, tokens, 7)
+    fork = sequence.fork()
+    other = [*tokens[:7], 50, 51, 52]
+    feed(fork, other)
+    fork.finish(other)
+    feed(sequence, tokens)
+    sequence.finish()
+    assert turn(store, [*other, 1]).total == 10

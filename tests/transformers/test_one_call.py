@@ -13,15 +13,14 @@ pytest.importorskip("transformers")
 import tierkv  # noqa: E402
 from tierkv import InvalidInputError, NamespaceMismatchError  # noqa: E402
 from tierkv.integrations.transformers import TierKV, self_check  # noqa: E402
-from tierkv.integrations.transformers.identity import model_namespace  # noqa: E402
 
 OPTIONS = {"max_new_tokens": 5, "do_sample": False}
 
 
-def open_store(model: Any, path: Path | None = None, salt: str = "") -> tierkv.Store:
-    spec = tierkv.CacheSpec.from_config(model.config, dtype="float32", page_tokens=4)
-    namespace = model_namespace(model, spec, weights_id=None, adapter="", salt=salt)
-    return tierkv.Store.open(path, spec, namespace, device="4MiB", host="1MiB", disk="64MiB")
+def open_store(model: Any, path: Path | None = None, **identity: str) -> tierkv.Store:
+    return tierkv.open_store(
+        model, path, device="4MiB", host="1MiB", disk="64MiB", page_tokens=4, **identity
+    )
 
 
 def test_a_growing_chat_over_a_store_and_a_restart(
@@ -68,11 +67,54 @@ def test_two_models_on_one_store_are_refused(tiny: Any, steps: Any) -> None:
     row = steps.row(steps.ids(9))
     with open_store(model) as store:
         tierkv.generate(model, row, store, **OPTIONS)
-        with pytest.raises(NamespaceMismatchError, match="another model"):
+        with pytest.raises(NamespaceMismatchError, match=r"weights: store .*open a store for"):
             tierkv.generate(other, row, store, **OPTIONS)
-        with pytest.raises(NamespaceMismatchError, match="salt"):
-            tierkv.generate(model, row, store, salt="tenant", **OPTIONS)
+        with pytest.raises(NamespaceMismatchError, match=r"dtype: store float32, model bfloat16"):
+            tierkv.generate(tiny("llama", dtype=torch.bfloat16), row, store, **OPTIONS)
+        with pytest.raises(NamespaceMismatchError, match="salt: store none"):
+            TierKV.attach(model, store=store, salt="tenant")
         with pytest.raises(InvalidInputError, match="max_position_embeddings"):
             tierkv.generate(model, steps.ids(600), store, **OPTIONS)
         store.check()
         assert store.stats().sequences == 0
+
+
+def test_what_a_store_was_opened_with_is_taken_over(tiny: Any, steps: Any) -> None:
+    model = tiny("llama")
+    row = steps.row(steps.ids(9))
+    expected = model.generate(row, **OPTIONS)
+    for identity in ({"weights_id": "mine"}, {"salt": "tenant"}, {"adapter": "a:1"}):
+        with open_store(model, **identity) as store:
+            assert torch.equal(tierkv.generate(model, row, store, **OPTIONS), expected)
+            with TierKV.attach(model, store=store, **identity) as kv:
+                assert torch.equal(kv.generate(row, **OPTIONS), expected)
+
+
+@pytest.mark.parametrize("store", ["a-directory", None, 3])
+def test_something_that_is_no_store(tiny: Any, steps: Any, store: Any) -> None:
+    with pytest.raises(InvalidInputError, match="open_store"):
+        tierkv.generate(tiny("llama"), steps.ids(5), store)
+    with pytest.raises(InvalidInputError, match="from_pretrained"):
+        TierKV.attach("llama", "a-directory")
+
+
+def test_what_a_tokenizer_returns(tiny: Any, steps: Any) -> None:
+    model = tiny("llama")
+    rows = [steps.ids(7), steps.ids(4, seed=2)]
+    ids = torch.tensor([rows[0], [0, 0, 0, *rows[1]]])
+    mask = torch.tensor([[1] * 7, [0] * 3 + [1] * 4])
+    expected = model.generate(ids, attention_mask=mask, **OPTIONS)
+    with TierKV.attach(model, device="4MiB", page_tokens=4) as kv:
+        for given in ({"input_ids": ids, "attention_mask": mask}, rows):
+            assert torch.equal(kv.generate(given, **OPTIONS), expected)
+        both = kv.generate(input_ids=ids, attention_mask=mask, **OPTIONS)
+        assert torch.equal(both, expected)
+        for text in ("some words", {"text": 1}):
+            with pytest.raises(InvalidInputError, match="token ids"):
+                kv.generate(text, **OPTIONS)
+        for name, value in {"use_cache": False, "cache_implementation": "static"}.items():
+            with pytest.raises(InvalidInputError, match=name):
+                kv.generate(ids, attention_mask=mask, **{name: value})
+        with kv.cache(rows[0]) as cache, pytest.raises(InvalidInputError, match="past_key"):
+            kv.generate(rows[0], past_key_values=cache)
+        kv.check()

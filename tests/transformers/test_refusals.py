@@ -51,7 +51,7 @@ def computed(cache: Any) -> int:
     ("options", "says"),
     [
         ({"num_beams": 2}, "2 sequences were fed to a cache of 1"),
-        ({"num_return_sequences": 2, "do_sample": True}, "batch_repeat_interleave"),
+        ({"num_return_sequences": 2, "do_sample": True}, "copies=n"),
         ({"use_cache": False}, "continuation|attention mask is 11 long"),
     ],
 )
@@ -103,9 +103,11 @@ def test_padding_that_is_not_on_the_left(kv: TierKV, row: Any, zeros: list[int])
 
 def test_a_batch_whose_mask_was_forgotten(kv: TierKV, model: Any, row: Any) -> None:
     ids = row.repeat(2, 1)
-    ids[0, :3] = model.generation_config.pad_token_id
-    with pytest.raises(InvalidInputError, match="no attention_mask"):
-        kv.generate(ids, **GREEDY)
+    for columns in (slice(0, 3), slice(7, 10)):
+        padded = ids.clone()
+        padded[0, columns] = model.generation_config.pad_token_id
+        with pytest.raises(InvalidInputError, match="no attention_mask"):
+            kv.generate(padded, **GREEDY)
 
 
 def test_a_padded_batch_without_positions(kv: TierKV, model: Any, row: Any) -> None:
@@ -347,7 +349,7 @@ def test_after_closing(model: Any, row: Any) -> None:
 def test_a_store_of_another_model(tiny: Any) -> None:
     with TierKV.attach(tiny("llama"), device="1MiB", page_tokens=4) as kv:
         for other in (tiny("llama", seed=1), tiny("gemma3_text")):
-            with pytest.raises(NamespaceMismatchError, match="another model"):
+            with pytest.raises(NamespaceMismatchError, match="not of this model"):
                 TierKV.attach(other, store=kv.store, page_tokens=4)
         with TierKV.attach(tiny("llama"), store=kv.store, page_tokens=4) as second:
             assert second.store is kv.store

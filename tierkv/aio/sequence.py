@@ -103,6 +103,7 @@ class AsyncSequence:
 
         Cancelled while it runs, it has its effect.
         """
+        self._room = None
         return await self._run(partial(self._sequence.commit, token_ids, turn_end=turn_end))
 
     async def finish(self, token_ids: Any = None) -> CommitReport:
@@ -127,6 +128,7 @@ class AsyncSequence:
     def keep_from(self, length: int | None) -> None:
         """See :meth:`tierkv.Sequence.keep_from`; does not wait."""
         self._must_be_idle("keep_from")
+        self._room = None
         self._sequence.keep_from(length)
 
     async def abandon(self) -> None:

@@ -47,6 +47,7 @@ class PoolBlocks:
         split = []
         for view, pages, ids in zip(self.views, numbers, blocks, strict=True):
             size = view.blocks_per_page
+            _must_be_a_list("load", ids)
             if len(ids) != len(pages) * size:
                 raise InvalidInputError(
                     f"load: layer group {view.group.name!r}: {len(ids)} block ids, but pages "
@@ -73,6 +74,7 @@ class PoolBlocks:
         for group, ids in zip(groups, blocks, strict=True):
             view = self.views[group]
             where = f"save: layer group {view.group.name!r}"
+            _must_be_a_list("save", ids)
             if len(ids) != view.blocks_per_page:
                 raise InvalidInputError(
                     f"{where}: a page has {view.blocks_per_page} blocks, got ids {list(ids)}"
@@ -111,3 +113,11 @@ def _checked(view: GroupView, where: str, block: Any) -> int:
     if not 0 <= number < view.num_blocks:
         raise InvalidInputError(f"{where}: block id {number} is not in [0, {view.num_blocks})")
     return number
+
+
+def _must_be_a_list(name: str, ids: Any) -> None:
+    if not hasattr(ids, "__len__"):
+        raise InvalidInputError(
+            f"{name}: expected a list of block ids, got {type(ids).__name__}; a single block that "
+            "shall be left alone is None inside the list"
+        )

@@ -133,5 +133,5 @@ def check_ttl(ttl_s: float, what: str) -> None:
     Raises:
         InvalidInputError: with the value.
     """
-    if not ttl_s > 0:
+    if not isinstance(ttl_s, int | float) or not ttl_s > 0:
         raise InvalidInputError(f"{what}: ttl_s must be positive, got {ttl_s}")

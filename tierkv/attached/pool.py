@@ -208,8 +208,8 @@ class AttachedPool:
         """
         self.must_be_open()
         self.poll()
-        if lease.pool is not self:
-            raise InvalidInputError("load: the lease was given by another pool")
+        if not isinstance(lease, Lease) or lease.pool is not self:
+            raise InvalidInputError("load: expected a lease given by this pool's match")
         ids = self.blocks.split(lease.groups, blocks)
         named = self.blocks.named("load", [(g, page) for g, of in enumerate(ids) for page in of])
         leased = lease.pages()

@@ -80,14 +80,13 @@ class Committer:
         self._tokens: TokenArray = np.empty(0, np.uint32)
         self.fresh: list[bytes] = []
 
-    def fork(self, tables: Sequence[GroupTable]) -> Committer:
-        """Return a committer for a fork of the sequence, with page tables of its own."""
+    def fork(self, tables: Sequence[GroupTable], length: int) -> Committer:
+        """Return a committer for a fork of ``length`` tokens, with page tables of its own."""
+        chains = [chain.fork() for chain in self._chains]
+        for chain in chains:
+            chain.crop(length)  # what follows in the prompt need not follow in the fork
         return Committer(
-            self._core,
-            [chain.fork() for chain in self._chains],
-            tables,
-            committed=self.committed,
-            turn_end=self._turn_end,
+            self._core, chains, tables, committed=self.committed, turn_end=self._turn_end
         )
 
     def crop(self, length: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierkv.errors import InvalidInputError, SequenceEndedError, StoreClosedError
+from tierkv.identity.spec import GroupKind
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +61,9 @@ class LayerView:
         size = group.page_tokens
         for page in range(start // size, -(-(start + count) // size)):
             if not self._table.holds(page):
-                continue  # a sliding layer keeps only the pages that something will resume from
+                # A sliding layer keeps only the pages that something will resume from.
+                assert group.kind is GroupKind.SLIDING, f"page {page} was not obtained"
+                continue
             low, high = max(start, page * size), min(start + count, (page + 1) * size)
             rows = slice(low - page * size, high - page * size)
             slot = self._table.slots[page]

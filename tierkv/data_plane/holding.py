@@ -105,8 +105,14 @@ class Holding:
             table.clear()
 
     def own_tails(self, length: int) -> dict[int, int | None]:
-        """Return the groups whose partial page at ``length`` can be handed over as it is."""
-        self.obtain(length, 0, ahead=False)  # those that others hold too are copied
+        """Return the groups whose partial page at ``length`` can be handed over as it is.
+
+        Pages that others hold too are copied, if there is room.
+        """
+        shared = self._not_writable(length)
+        slots = self.transfers.obtain(Tier.DEVICE, len(shared), deadline=self._core.deadline())
+        if slots is not None:
+            self._copy_apart(shared, slots)
         foreign = {table.group.name for table, _ in self._not_writable(length)}
         return {
             number: None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import weakref
 from collections import deque
@@ -11,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 
 from tierkv.errors import InvalidInputError, NamespaceMismatchError, SpecError, StoreClosedError
-from tierkv.identity.spec import CacheSpec
 from tierkv.identity.weights import tensor_versions
 from tierkv.integrations.transformers.batch import Batch, Row
 from tierkv.integrations.transformers.cache import TierKVCache
@@ -20,10 +20,13 @@ from tierkv.integrations.transformers.generating import feed_rows, run_generatio
 from tierkv.integrations.transformers.guard import ForwardGuard
 from tierkv.integrations.transformers.identity import (
     adapter_state,
+    check_same,
     inner_model,
+    mismatch,
     model_namespace,
 )
 from tierkv.integrations.transformers.keeping import Endings
+from tierkv.integrations.transformers.opening import model_spec, open_store
 from tierkv.integrations.transformers.prompts import Prompts
 from tierkv.integrations.transformers.self_check import check_model
 from tierkv.store import Store
@@ -70,7 +73,7 @@ class TierKV:
         store: Store | None = None,
         device: int | str = "256MiB",
         host: int | str | None = "1GiB",
-        disk: int | str | None = "4GiB",
+        disk: int | str | None = "8GiB",
         weights_id: str | None = None,
         adapter: str = "",
         salt: str = "",
@@ -88,7 +91,7 @@ class TierKV:
             host: budget of host memory, or None.
             disk: budget of the directory, or None.
             weights_id: an id of the weights that you vouch for; without one, a digest over
-                all of them is computed.
+                all of them is computed.  Of a store given, what it was opened with counts.
             adapter: id or digest of the adapter that is active on the model.
             salt: separates tenants that must not share pages.
             page_tokens: tokens a page of the first layer group, or a map from group name.
@@ -101,27 +104,27 @@ class TierKV:
             NamespaceMismatchError: ``store`` belongs to another model, dtype or page size.
             StoreError: the directory cannot be used.
         """
-        if getattr(model.config, "is_encoder_decoder", False):
-            raise SpecError(f"{model.config.model_type}: encoder-decoder models are not supported")
-        spec = CacheSpec.from_config(model.config, dtype=_dtype(model), page_tokens=page_tokens)
-        namespace = model_namespace(model, spec, weights_id=weights_id, adapter=adapter, salt=salt)
-        if store is not None and store.namespace.digest != namespace.digest:
-            raise NamespaceMismatchError(
-                "the store given is of another model, dtype, page size, adapter or salt than "
-                f"this one: {store.namespace.description} is not {namespace.description}"
-            )
+        _check_is_model(model)
+        if store is not None:
+            spec = store.spec
+            identity = {"weights_id": weights_id, "adapter": adapter, "salt": salt}
+            _check_store(model, store, page_tokens, identity)
+        else:
+            spec = model_spec(model, page_tokens)
         if self_check:
             check_model(model, spec)
         owns_store = store is None
         if store is None:
-            store = Store.open(
+            store = open_store(
+                model,
                 path,
-                spec,
-                namespace,
                 device=device,
                 host=host,
-                disk=None if path is None else disk,
-                torch_device=str(model.device),
+                disk=disk,
+                weights_id=weights_id,
+                adapter=adapter,
+                salt=salt,
+                page_tokens=page_tokens,
                 **store_options,
             )
         kv = cls(model, store, owns_store=owns_store)
@@ -195,7 +198,7 @@ class TierKV:
 
         Args:
             input_ids: ids of one sequence, ``[n]`` or ``[1, n]``, or rows of ids, as a tensor
-                or lists.
+                or lists; or what a tokenizer returns, with its mask.
             generate_kwargs: passed on to ``model.generate``; ``attention_mask`` must be given
                 for rows that are padded.
 
@@ -299,5 +302,31 @@ def _drop(batch: Batch, dropped: deque[Batch]) -> None:
         dropped.append(batch)
 
 
-def _dtype(model: Any) -> str:
-    return str(model.dtype).removeprefix("torch.")
+def _check_is_model(model: Any) -> None:
+    if not hasattr(model, "config") or not hasattr(model, "generate"):
+        raise InvalidInputError(
+            f"attach: expected a model of Transformers, got {type(model).__name__}; load one with "
+            "AutoModelForCausalLM.from_pretrained"
+        )
+
+
+def _check_store(
+    model: Any,
+    store: Store,
+    page_tokens: int | dict[str, int] | None,
+    identity: dict[str, Any],
+) -> None:
+    """Refuse a store that is of another model, or of another identity where one is given."""
+    if page_tokens is None:
+        page_tokens = {group.name: group.page_tokens for group in store.spec.groups}
+    try:
+        spec = model_spec(model, page_tokens)
+    except SpecError as error:
+        raise NamespaceMismatchError(f"the store is not of this model: {error}") from error
+    if not any(identity.values()):
+        check_same(model, spec, store.namespace)
+        return
+    asked = model_namespace(model, spec, **identity)
+    if asked.digest != store.namespace.digest:
+        held, mine = (json.loads(n.description) for n in (store.namespace, asked))
+        raise NamespaceMismatchError(mismatch(held, mine))

@@ -10,6 +10,7 @@ from tierkv.devices.base import DeviceError
 from tierkv.errors import InvalidInputError
 from tierkv.integrations.transformers.keeping import Endings
 from tierkv.integrations.transformers.prompts import Prompts
+from tierkv.integrations.transformers.refusals import OWN_CACHE
 from tierkv.integrations.transformers.versions import cache_keyword, last_logits_only
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Generation:
     def __init__(self, kv: TierKV, input_ids: Any, kwargs: Mapping[str, Any]) -> None:
         self._kv = kv
         self._kwargs = dict(kwargs)
+        _refuse_other_caches(kwargs)
         mask = self._kwargs.pop("attention_mask", None)
         self._options = Defaults(kwargs.get("generation_config"), kv.generation_config, kwargs)
         self._endings = Endings.of(self._options)
@@ -134,6 +136,14 @@ def feed_rows(model: Any, cache: TierKVCache, ids: Tensor, mask: Tensor | None =
         given["position_ids"] = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
     with torch.no_grad():
         model(input_ids=ids.to(model.device), use_cache=True, **given)
+
+
+def _refuse_other_caches(kwargs: Mapping[str, Any]) -> None:
+    for name in ("past_key_values", "cache", "cache_implementation"):
+        if kwargs.get(name) is not None:
+            raise InvalidInputError(OWN_CACHE.format(name + "="))
+    if kwargs.get("use_cache") is False:
+        raise InvalidInputError(OWN_CACHE.format("use_cache="))
 
 
 class Defaults:

@@ -105,7 +105,7 @@ class ForwardGuard:
         batch.begin(ids)
 
     def _wrapped(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
-        says_first = "is_first_iteration" in inspect.signature(prepare).parameters
+        says_first = _says_first(self._model)
 
         @functools.wraps(prepare)
         def prepare_inputs_for_generation(input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -156,6 +156,13 @@ def checked_ids(given: Mapping[str, Any], batch: Batch, *, training: bool) -> li
     _check_positions("position_ids", positions, lengths, count)
     _check_positions("cache_position", given.get("cache_position"), [columns], count)
     return ids
+
+
+def _says_first(model: Any) -> bool:
+    """Whether this release names the first call of a generation; models may override the call."""
+    name = "prepare_inputs_for_generation"
+    calls = [vars(kind)[name] for kind in type(model).__mro__ if name in vars(kind)]
+    return any("is_first_iteration" in inspect.signature(call).parameters for call in calls)
 
 
 def check_whole(input_ids: Tensor, batch: Batch) -> None:

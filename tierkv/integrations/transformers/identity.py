@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from tierkv.errors import UnsupportedError
+from tierkv.errors import NamespaceMismatchError, UnsupportedError
 from tierkv.identity.keys import Namespace
 from tierkv.identity.spec import CacheSpec
 from tierkv.identity.weights import weights_digest
@@ -74,6 +75,51 @@ def model_namespace(
     return Namespace.build(
         spec, weights=f"{weights};config:{config_digest(model)}", adapter=adapter, salt=salt
     )
+
+
+def check_same(model: Any, spec: CacheSpec, namespace: Namespace) -> None:
+    """Refuse a namespace that is not of this model; what its owner vouched for is taken over.
+
+    Raises:
+        NamespaceMismatchError: naming what differs.
+        UnsupportedError: adapters active on the model that the namespace does not name.
+    """
+    held = json.loads(namespace.description)
+    weights = str(held["weights"]).rpartition(";config:")[0]
+    vouched = weights.removeprefix("id:") if weights.startswith("id:") else None
+    asked = model_namespace(model, spec, weights_id=vouched, adapter=str(held["adapter"]), salt="")
+    mine = {**json.loads(asked.description), "salt": held["salt"]}
+    if mine != held:
+        raise NamespaceMismatchError(mismatch(held, mine))
+
+
+def mismatch(held: Mapping[str, Any], mine: Mapping[str, Any]) -> str:
+    """Return what differs between the descriptions of a store and of a model, and what to do."""
+    differing = [
+        f"{name}: store {_short(a)}, model {_short(b)}"
+        for name, a, b in _differences("", held, mine)
+    ]
+    return (
+        f"the store is not of this model ({'; '.join(differing[:4])}): open a store for this one "
+        "(tierkv.open_store or TierKV.attach with a path); one directory may keep the pages of "
+        "several models"
+    )
+
+
+def _differences(name: str, a: Any, b: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        for key in sorted({*a, *b}):
+            yield from _differences(f"{name}.{key}" if name else key, a.get(key), b.get(key))
+    elif isinstance(a, list) and isinstance(b, list) and len(a) == len(b):
+        for number, (left, right) in enumerate(zip(a, b, strict=True)):
+            yield from _differences(f"{name}[{number}]", left, right)
+    elif a != b:
+        yield name, a, b
+
+
+def _short(value: Any) -> str:
+    text = "none" if value in ("", None) else str(value)
+    return text if len(text) <= 40 else f"{text[:24]}...{text[-12:]}"
 
 
 def config_digest(model: Any) -> str:

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tierkv.errors import NamespaceMismatchError
+from tierkv.errors import InvalidInputError, NamespaceMismatchError
 from tierkv.integrations.transformers.attach import TierKV
 from tierkv.integrations.transformers.identity import inner_model
 from tierkv.integrations.transformers.self_check import checked_before
-
-if TYPE_CHECKING:
-    from tierkv.store import Store
+from tierkv.store import Store
 
 
 def generate(
     model: Any,
     input_ids: Any,
     store: Store | TierKV,
-    *,
-    weights_id: str | None = None,
-    adapter: str = "",
-    salt: str = "",
     **generate_kwargs: Any,
 ) -> Any:
     """Generate with what a store holds, keep the new state there, and return the output.
@@ -32,10 +26,8 @@ def generate(
         model: a causal language model of Transformers, in evaluation mode.
         input_ids: ids of one sequence, ``[n]`` or ``[1, n]``, or rows of ids.
         store: an open store of this model, or an attached :class:`TierKV`, which spares
-            proving at each call that the two belong together.
-        weights_id: as for :meth:`TierKV.attach`; like the next two, for a store only.
-        adapter: id or digest of the adapter that is active on the model.
-        salt: the tenant's, as the store's namespace was made with.
+            proving at each call that the two belong together.  :func:`tierkv.open_store`
+            opens one.
         generate_kwargs: passed on to ``model.generate``.
 
     Raises:
@@ -46,13 +38,10 @@ def generate(
         if inner_model(store.model) is not inner_model(model):
             raise NamespaceMismatchError("generate: the TierKV given is attached to another model")
         return store.generate(input_ids, **generate_kwargs)
-    with TierKV.attach(
-        model,
-        store=store,
-        self_check=not checked_before(model),
-        weights_id=weights_id,
-        adapter=adapter,
-        salt=salt,
-        page_tokens={group.name: group.page_tokens for group in store.spec.groups},
-    ) as kv:
+    if not isinstance(store, Store):
+        raise InvalidInputError(
+            f"generate: expected a store or a TierKV, got {type(store).__name__}; open one with "
+            "tierkv.open_store(model, path)"
+        )
+    with TierKV.attach(model, store=store, self_check=not checked_before(model)) as kv:
         return kv.generate(input_ids, **generate_kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,8 +36,8 @@ class Prompts:
         """Return the prompts that ids and a mask describe.
 
         Args:
-            input_ids: ids of one sequence, ``[n]``, or of several, ``[rows, n]``; or a list
-                of lists of different lengths, without a mask.
+            input_ids: ids of one sequence, ``[n]``, or of several, ``[rows, n]``; a list of
+                lists of different lengths, without a mask; or what a tokenizer returns.
             attention_mask: ``[rows, n]`` (or ``[n]``), zeros before each row's first token;
                 None for ones.
             pad_id: the pad token if there is one, to notice a mask that was forgotten.
@@ -46,6 +46,15 @@ class Prompts:
             InvalidInputError: no ids, ids that are no integers, or a mask of another shape.
             UnsupportedError: a mask with zeros elsewhere than before the first token.
         """
+        if isinstance(input_ids, Mapping) and "input_ids" in input_ids:  # a tokenizer's output
+            if attention_mask is None:
+                attention_mask = input_ids.get("attention_mask")
+            input_ids = input_ids["input_ids"]
+        if isinstance(input_ids, str | Mapping):
+            raise InvalidInputError(
+                f"input_ids: expected token ids, got a {type(input_ids).__name__}; encode text "
+                "with the model's tokenizer"
+            )
         ragged = _ragged(input_ids)
         if ragged is not None:
             if attention_mask is not None:
@@ -57,7 +66,7 @@ class Prompts:
         if not rows or not len(rows[0]):
             raise InvalidInputError("input_ids: no ids; a sequence needs one token or more")
         if attention_mask is None:
-            if len(rows) > 1 and pad_id is not None and any(row[0] == pad_id for row in rows):
+            if len(rows) > 1 and pad_id is not None and _looks_padded(rows, pad_id):
                 raise InvalidInputError(NO_MASK)
             return cls(tuple(rows), (0,) * len(rows), len(rows[0]))
         paddings = _paddings(attention_mask, len(rows), len(rows[0]))
@@ -85,6 +94,10 @@ class Prompts:
             ids[number, padding:] = torch.from_numpy(row.astype(np.int64))
             mask[number, padding:] = 1
         return ids.to(device), mask.to(device)
+
+
+def _looks_padded(rows: Sequence[TokenArray], pad_id: int) -> bool:
+    return any(pad_id in (int(row[0]), int(row[-1])) for row in rows)
 
 
 def _two_dimensional(ids: Any) -> Any:

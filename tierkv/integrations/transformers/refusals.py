@@ -4,12 +4,16 @@ from __future__ import annotations
 
 OTHER_BATCH = (
     "{} sequences were fed to a cache of {}: begin it with all rows of the batch "
-    "(kv.cache(ids, attention_mask=mask)); for num_beams or num_return_sequences call "
-    "cache.batch_repeat_interleave(n) first, or let kv.generate() do all of it"
+    "(kv.cache(ids, attention_mask=mask)), for num_beams or num_return_sequences with copies=n; "
+    "kv.generate() does all of it"
 )
 OTHER_KEYWORD = (
     "this release of Transformers does not know the argument cache=: pass past_key_values=, "
     "which every release takes"
+)
+OWN_CACHE = (
+    "{} is what kv.generate() chooses itself: leave it out, or call model.generate() with "
+    "a cache of kv.cache(ids)"
 )
 WHOLE_CACHE = "the layers of a tierkv cache change together: call this on the cache itself"
 WINDOW_GONE = (
@@ -32,8 +36,8 @@ PADDING = (
     "same left-padded mask, or pass a mask of ones"
 )
 NO_MASK = (
-    "several rows, one of which begins with the pad token, and no attention_mask: pass the mask "
-    "that the tokenizer made, or one of ones if these are real tokens"
+    "several rows, one of which begins or ends with the pad token, and no attention_mask: pass "
+    "the mask that the tokenizer made, or one of ones if these are real tokens"
 )
 RIGHT_PADDING = (
     "the attention mask must be zeros and then ones in every row (left padding), with at least "
@@ -46,7 +50,7 @@ POSITIONS = (
 )
 TOO_LONG = (
     "{} tokens and {} to come are {}, but the model knows positions up to {} "
-    "(max_position_embeddings): shorten the prompt"
+    "(max_position_embeddings): shorten the prompt, or lower max_new_tokens"
 )
 CUSTOM_MASK = (
     "a mask other than one 2-D row of ones changes the state that later tokens see, and is not "
