@@ -71,12 +71,12 @@ $(STAMPS)/venv:
 
 # Alone and first: with a version pinned, so that a build that is at hand is taken.
 $(STAMPS)/torch: constraints.txt | $(STAMPS)/venv
-	@echo "== installing torch"
+	@echo "== installing torch (some 200 MB; may take minutes without a word)"
 	@$(PIP) $(TORCH_ARGS) torch
 	@touch $@
 
 $(STAMPS)/package: pyproject.toml constraints.txt | $(STAMPS)/torch
-	@echo "== installing tierkv and its tools"
+	@echo "== installing tierkv and its tools (some 300 MB; may take minutes)"
 	@$(PIP) -e '.[transformers,dev]'
 	@touch $@
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -130,6 +131,7 @@ def converted(name: str, *, cache: Path | None = None) -> Path:
     target = root / f"{name}-{packaged.version()[:12]}-t{version('transformers').split('.')[0]}"
     if target.is_dir():
         return target
+    print(f"converting {packaged.title} once, into {target}", file=sys.stderr)
     with _scratch_folder(root) as scratch:
         _convert(packaged.gguf(scratch), scratch / "model")
         try:
