@@ -375,3 +375,8 @@ def test_cancelled_at_every_await(model, attach, tmp_path, tools, right, moment)
         assert isinstance(outcome, asyncio.CancelledError), (cut, outcome)
         cut += 1
     assert cut >= 10
+
+
+def test_a_model_is_attached_not_wrapped(model):
+    with pytest.raises(InvalidInputError, match=r"AsyncTierKV\.attach"):
+        AsyncTierKV(model)

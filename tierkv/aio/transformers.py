@@ -52,6 +52,11 @@ class AsyncTierKV:
             io_workers: threads that load and commit; a set of threads given is taken over.
             compute_workers: generations at a time; the others wait their turn, in order.
         """
+        if not isinstance(kv, TierKV):
+            raise InvalidInputError(
+                f"AsyncTierKV wraps a TierKV, got {type(kv).__name__}; for a model, "
+                "await AsyncTierKV.attach(model, path)"
+            )
         self.sync = kv
         self._owns_kv = False
         self._io = io_workers if isinstance(io_workers, Workers) else Workers(io_workers, name=_IO)
