@@ -360,12 +360,14 @@ def test_beams_and_drafts_equal_memory_to_the_bit(
         for mine, other in zip(ours.scores, theirs.scores, strict=True):
             assert torch.equal(mine, other)
 
-        longer = steps.row([5, *row[0].tolist()])  # nothing of it is stored: from the beginning
-        drafts = {**told, **GREEDY, "prompt_lookup_num_tokens": 4, "max_new_tokens": 16}
         stock = transformers.DynamicCache(config=model.config)
-        theirs = model.generate(longer, **{cache_keyword(model): stock}, **drafts)
-        ours = kv.generate(longer, **drafts)
-        assert torch.equal(ours.sequences, theirs.sequences)
-        for mine, other in zip(ours.scores, theirs.scores, strict=True):
-            assert torch.equal(mine, other)
+        if hasattr(stock, "activate_past_recording") or not any(stock.is_sliding):
+            # Older stock caches cannot take tokens back once a window is full.
+            longer = steps.row([5, *row[0].tolist()])  # nothing of it is stored
+            drafts = {**told, **GREEDY, "prompt_lookup_num_tokens": 4, "max_new_tokens": 16}
+            theirs = model.generate(longer, **{cache_keyword(model): stock}, **drafts)
+            ours = kv.generate(longer, **drafts)
+            assert torch.equal(ours.sequences, theirs.sequences)
+            for mine, other in zip(ours.scores, theirs.scores, strict=True):
+                assert torch.equal(mine, other)
         kv.check()
