@@ -2,10 +2,12 @@
 
 import threading
 
+import numpy as np
 import pytest
 from toy_model import FULL, LATENT, feed, turn
 
-from tierkv import InvalidInputError
+from tierkv import InvalidInputError, Tier
+from tierkv.devices.base import CopyOp
 
 
 @pytest.fixture
@@ -76,3 +78,37 @@ def test_finish_without_ids_after_a_commit_of_part_of_the_prompt(open_store):
 def test_max_new_tokens_must_be_a_sensible_integer(open_store, count):
     with pytest.raises(InvalidInputError, match="max_new_tokens"):
         open_store().begin([1, 2], max_new_tokens=count)
+
+
+def test_a_copy_down_that_fails_is_not_taken_for_another_threads_success(open_store):
+    """An event tells of the failures since the one before it: two threads share the stream."""
+    store = open_store(device=64, host=32, path=None, disk=None)
+    for start in (0, 100):
+        turn(store, list(range(start, start + 4)))
+    transfers, core = store._transfers, store._core
+    rows = [np.asarray([row], np.int32) for row in core.index.select(within=(Tier.DEVICE,))]
+    stream, copied = transfers._save, {}
+    copy = stream.copy
+
+    def copy_down(number):
+        with core.lock:
+            core.index.pin(rows[number], Tier.DEVICE)
+        moved = transfers.copy_to_host(rows[number], core.deadline())
+        with core.lock:
+            core.index.unpin(moved, Tier.HOST)
+            core.index.unpin(rows[number], Tier.DEVICE)
+        copied[number] = len(moved)
+
+    other = threading.Thread(target=copy_down, args=[1])
+
+    def failing(ops):
+        stream.copy = copy
+        copy([CopyOp(op.destination[:1], op.source) for op in ops])  # sizes differ: fails
+        other.start()
+        other.join(0.2)  # it must not come between this copy and its event
+
+    stream.copy = failing
+    copy_down(0)
+    other.join(30)
+    assert copied == {0: 0, 1: 1}
+    store.check()

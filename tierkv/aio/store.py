@@ -102,7 +102,12 @@ class AsyncStore:
         return self._closed or self._store.closed
 
     async def begin(
-        self, token_ids: Any, *, extras: Extras = (), max_new_tokens: int = 0
+        self,
+        token_ids: Any,
+        *,
+        extras: Extras = (),
+        max_new_tokens: int = 0,
+        limit: int | None = None,
     ) -> AsyncSequence:
         """Begin a sequence; arguments and errors as for :meth:`tierkv.Store.begin`.
 
@@ -111,7 +116,13 @@ class AsyncStore:
         """
         self._must_be_open()
         self._release_dropped()
-        call = partial(self._store.begin, token_ids, extras=extras, max_new_tokens=max_new_tokens)
+        call = partial(
+            self._store.begin,
+            token_ids,
+            extras=extras,
+            max_new_tokens=max_new_tokens,
+            limit=limit,
+        )
         return self._adopt(await self._workers.run(call, undo=Sequence.abandon))
 
     def attach_pool(self, tensors: PoolTensors, *, layout: str) -> AsyncPool:

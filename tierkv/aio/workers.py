@@ -339,7 +339,7 @@ async def first_call(workers: Workers, work: Callable[[], T], *, undo: Callable[
     """Run the call that opens what ``workers`` will serve; close them when it fails."""
     try:
         return await workers.run(work, undo=undo)
-    except Exception:
+    except Exception:  # whatever it was: it is raised again once the threads have ended
         await workers.close(nothing)
         raise
     except BaseException:  # cancelled: not a moment longer

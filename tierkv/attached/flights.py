@@ -7,6 +7,7 @@ There is no thread that watches copies: every call into an attached pool begins 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import suppress
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 Block = tuple[int, int]  # memory domain of the pool, block id
 
 
-class Flight:
+class Flight(ABC):
     """One load or save: its copies, the blocks they touch, the host slots they hold.
 
     The subclasses say what becomes of it once the copies are over.
@@ -68,9 +69,9 @@ class Flight:
                     return False
         return True
 
+    @abstractmethod
     def settle(self) -> list[bytes]:
         """Take the outcome in; return the keys of new pages.  Lock held, copies done."""
-        raise NotImplementedError
 
     def failed_groups(self) -> set[int]:
         """Return the layer groups of which a copy failed.  Call when the copies are done."""
