@@ -1,7 +1,8 @@
 """GPU kernels, each beside its plain-PyTorch reference; installed as ``tierkv.kernels``.
 
-There are none yet: the first ones (paged gather and scatter, decode attention) come with the
-CUDA device, and each will stand here in a file of its own together with its torch twin.
+A kernel and its reference stand in one file, named after what they do.  The reference is the
+specification, and the path of CPU tensors; ``launch`` says how one or the other is chosen.
+Importing this package imports neither torch nor Triton: its modules do.
 
 The folder stands at the top level of the repository.  With the repository root on
 ``sys.path`` it is therefore importable as ``kernels``, a name that another package owns and

@@ -1,0 +1,107 @@
+"""How a layer's keys and values lie in pages: what kernels are told about pages.
+
+Kernels know no store.  They get ``memory``, a flat tensor of the elements' type, and a page
+table, int64 ``[batch, pages]`` (or ``[pages]`` for one sequence) of *element* offsets: for
+each page where its first component (K) begins.  There the rows ``[token][head][dim]`` follow
+each other, and V begins ``value_offset`` elements after K.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import gcd
+
+from torch import Tensor
+
+from tierkv.errors import InvalidInputError
+from tierkv.kernels.launch import VECTOR_BYTES, check_head_dim, check_int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageLayout:
+    """One layer's part of a page.
+
+    Attributes:
+        page_tokens: rows of a page.
+        heads: KV heads of a row.
+        dim: elements of a head in the first component (K, or a latent).
+        value_dim: elements of a head in V; ``dim`` when None; 0 where there is no V.
+        value_offset: elements from the first component to V; None: V follows at once.
+        multiple: every entry of a page table is a multiple of this many elements, which lets a
+            GPU move 16 bytes at a time.  None: the power of two in ``heads * dim``, which pools
+            whose slots are whole pages keep.  The kernels take it on trust on a GPU, where a
+            table that breaks it is an illegal address.
+    """
+
+    page_tokens: int
+    heads: int
+    dim: int
+    value_dim: int | None = None
+    value_offset: int | None = None
+    multiple: int | None = None
+
+    def __post_init__(self) -> None:
+        check_head_dim("page layout", self.dim)
+        if self.value_dim:
+            check_head_dim("page layout", self.value_dim)
+        for name in ("page_tokens", "heads"):
+            if getattr(self, name) <= 0:
+                raise InvalidInputError(
+                    f"page layout: {name} must be positive, got {getattr(self, name)}"
+                )
+        if self.multiple is not None and self.multiple <= 0:
+            raise InvalidInputError(f"page layout: multiple must be positive, got {self.multiple}")
+
+    @property
+    def v_dim(self) -> int:
+        """Elements of a head in V."""
+        return self.dim if self.value_dim is None else self.value_dim
+
+    @property
+    def v_offset(self) -> int:
+        """Elements from the first component to V."""
+        if self.value_offset is not None:
+            return self.value_offset
+        return self.page_tokens * self.heads * self.dim
+
+    @property
+    def elements(self) -> int:
+        """Elements from a table's entry to the end of the last component."""
+        first = self.page_tokens * self.heads * self.dim
+        return max(first, self.v_offset + self.page_tokens * self.heads * self.v_dim)
+
+    def hint(self, itemsize: int) -> int:
+        """Return what a kernel may assume to divide each entry, at most a 16-byte vector."""
+        multiple = self.multiple or gcd(self.heads * self.dim, 1 << 20)
+        return gcd(multiple, VECTOR_BYTES // itemsize)
+
+    def check_table(self, where: str, memory: Tensor, table: Tensor, batch: int) -> None:
+        """Check memory and a page table ``[batch, pages]`` against this layout.
+
+        The entries themselves are checked where the table lies on the host.  Negative entries
+        mark pages that are not there; no kernel may be asked for their rows.
+
+        Raises:
+            InvalidInputError: memory that is not flat; a table of another shape or type; an
+                entry that leads out of the memory or is no multiple of what was promised.
+        """
+        if memory.dim() != 1 or not memory.is_contiguous():
+            raise InvalidInputError(
+                f"{where}: memory must be a flat contiguous tensor, got {list(memory.shape)} "
+                f"with strides {list(memory.stride())}"
+            )
+        check_int64(where, "page_table", table, (batch, None))
+        if table.device.type != "cpu" or not table.numel():
+            return
+        worst = int(table.max())
+        if worst + self.elements > memory.numel():
+            raise InvalidInputError(
+                f"{where}: the page at element {worst} ends at {worst + self.elements}, but the "
+                f"memory has {memory.numel()} elements"
+            )
+        hint = self.hint(memory.element_size())
+        if bool((table % hint).any()):
+            raise InvalidInputError(
+                f"{where}: the page table has entries that are no multiple of {hint} elements; "
+                f"give the layout the multiple that they keep"
+            )
