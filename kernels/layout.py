@@ -75,6 +75,13 @@ class PageLayout:
         multiple = self.multiple or gcd(self.heads * self.dim, 1 << 20)
         return gcd(multiple, VECTOR_BYTES // itemsize)
 
+    def rows(self, memory: Tensor, at: int, component: int) -> Tensor:
+        """Return a view ``[token, head, dim]`` of a component of the page at element ``at``."""
+        dim = (self.dim, self.v_dim)[component]
+        begin = at + (0, self.v_offset)[component]
+        size = self.page_tokens * self.heads * dim
+        return memory[begin : begin + size].view(self.page_tokens, self.heads, dim)
+
     def check_table(self, where: str, memory: Tensor, table: Tensor, batch: int) -> None:
         """Check memory and a page table ``[batch, pages]`` against this layout.
 
