@@ -31,7 +31,7 @@ def round_to(x: Any, BFLOAT16: tl.constexpr, DTYPE: tl.constexpr) -> Any:
     if BFLOAT16:
         bits = x.to(tl.int32, bitcast=True)
         return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-    if DTYPE == tl.float16:
+    if DTYPE.is_fp16():
         x = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
     return x.to(DTYPE)
 

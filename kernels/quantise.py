@@ -148,9 +148,9 @@ def encode_reference(x: Tensor, layout: QuantisedLayout) -> tuple[Tensor, Tensor
         x: ``[..., dim]`` of any floating type.
         layout: scheme and group.
     """
-    top = TOP[layout.code]
+    top, group = TOP[layout.code], layout.group_of(x.shape[-1])
     groups = x.float().nan_to_num(nan=0.0).clamp(-_LARGEST, _LARGEST)
-    groups = groups.reshape(*x.shape[:-1], -1, layout.group_of(x.shape[-1]))
+    groups = groups.reshape(*x.shape[:-1], x.shape[-1] // group, group)
     largest = groups.abs().amax(-1)
     bits = ((largest * (1.0 / top)).view(torch.int32) + 0xFFFF) >> 16
     scales = torch.where(largest < _TINY, 0, bits).to(torch.int16).view(torch.uint16)

@@ -224,7 +224,7 @@ def decode_reference(values: Tensor, scales: Tensor, layout: QuantisedLayout) ->
         codes = values.view(torch.float8_e4m3fn).float()
     else:
         codes = torch.cat(((values & 15).float() - 8, (values >> 4).float() - 8), dim=-1)
-    groups = codes.reshape(*scales.shape, -1)
+    groups = codes.reshape(*scales.shape, codes.shape[-1] // scales.shape[-1])
     return torch.mul(groups, scale_of_bits(scales).unsqueeze(-1)).flatten(-2)
 
 
