@@ -6,133 +6,107 @@ what it enqueued is done, and waiting blocks it.
 
 from __future__ import annotations
 
-import queue
 import threading
+import time
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tierkv.devices.base import CopyOp, DeviceError, DeviceStats, Event, Stream
+from tierkv.devices.base import CopyOp, DeviceError, DeviceStats, Event, Stream, Traffic
+from tierkv.devices.cpu_stream import CpuEvent, CpuStream, copy_exactly, traffic_after
+from tierkv.devices.faults import Faults
 from tierkv.errors import CapacityError, StoreClosedError
 from tierkv.units import format_bytes
 
-
-class CpuEvent:
-    """Completion of everything a worker was given before it."""
-
-    __slots__ = ("_done", "error")
-
-    def __init__(self) -> None:
-        self._done = threading.Event()
-        self.error: BaseException | None = None
-
-    def finish(self, error: BaseException | None) -> None:
-        """Mark the point as reached, with the first failure before it."""
-        self.error = error
-        self._done.set()
-
-    def done(self) -> bool:
-        """Return whether the point was reached."""
-        return self._done.is_set()
-
-    def wait(self, timeout_s: float) -> bool:
-        """Block until the point is reached; see :class:`tierkv.devices.base.Event`."""
-        if not self._done.wait(timeout_s):
-            return False
-        if self.error is not None:
-            raise DeviceError(f"a copy on the CPU device failed: {self.error!r}") from self.error
-        return True
-
-
-class CpuStream:
-    """A worker thread that copies in order.
-
-    Daemonic, so that a program that ends without closing its store does not hang; the
-    device joins it in ``close``.
-    """
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.copies = 0
-        self.copied_bytes = 0
-        self.failed = 0
-        self._queue: queue.SimpleQueue[Sequence[CopyOp] | CpuEvent | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=f"tierkv-{name}", daemon=True)
-        self._thread.start()
-
-    def copy(self, ops: Sequence[CopyOp]) -> None:
-        """Enqueue a batch of copies."""
-        self._queue.put(ops)
-
-    def record(self) -> CpuEvent:
-        """Return an event for the end of everything enqueued so far."""
-        event = CpuEvent()
-        self._queue.put(event)
-        return event
-
-    def wait(self, event: Event, timeout_s: float) -> None:
-        """Order later copies after ``event`` by waiting for it here and now."""
-        _wait(event, timeout_s)
-
-    def close(self, timeout_s: float) -> bool:
-        """Finish what is queued and end the thread; False when the time is up."""
-        self._queue.put(None)
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _run(self) -> None:
-        error: BaseException | None = None
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, CpuEvent):
-                item.finish(error)
-                error = None
-                continue
-            try:
-                self._copy_now(item)
-            except BaseException as caught:  # the thread's top frame: the event reports it
-                self.failed += 1
-                error = error or caught
-
-    def _copy_now(self, ops: Sequence[CopyOp]) -> None:
-        for op in ops:
-            # numpy copies on this thread alone; torch would wake its thread pool.
-            np.copyto(op.destination.numpy(), op.source.numpy())
-            self.copied_bytes += op.destination.numel()
-        self.copies += len(ops)
+__all__ = ["CpuDevice", "CpuEvent", "CpuStream"]
 
 
 class _CallerStream:
     """The thread that calls: whatever it ran is done."""
 
-    def copy(self, ops: Sequence[CopyOp]) -> None:
-        for op in ops:
-            np.copyto(op.destination.numpy(), op.source.numpy())
+    name = "compute"
 
-    def record(self) -> CpuEvent:
-        event = CpuEvent()
+    def __init__(self, faults: Faults) -> None:
+        self.copies = 0
+        self.failed = 0
+        self._traffic = Traffic(0, 0, 0.0)
+        self._closed = False
+        self._faults = faults
+        self._lock = threading.Lock()  # of the counters
+
+    def copy(self, ops: Sequence[CopyOp]) -> None:
+        if self._closed:
+            raise StoreClosedError("the device is closed")
+        started = time.perf_counter()
+        try:
+            self._faults.hold(self._faults.copying(self.name))
+            size = sum(copy_exactly(op) for op in ops)
+        except Exception as error:  # whatever numpy says of the tensors: the caller gets it
+            with self._lock:
+                self.failed += 1
+            raise DeviceError(f"a copy on the CPU device failed: {error!r}") from error
+        with self._lock:
+            self.copies += len(ops)
+            self._traffic = traffic_after(self._traffic, size, time.perf_counter() - started)
+
+    def record(self, event: Event | None = None) -> CpuEvent:
+        event = CpuEvent.again(event)
         event.finish(None)
         return event
 
     def wait(self, event: Event, timeout_s: float) -> None:
-        _wait(event, timeout_s)
+        if not event.wait(timeout_s):
+            raise DeviceError(f"a copy did not finish within {timeout_s} s")
+
+    def use(
+        self, what: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
+    ) -> None:
+        pass
+
+    def traffic(self) -> Traffic:
+        return self._traffic
+
+    def close(self) -> None:
+        self._closed = True
 
 
 class CpuDevice:
-    """Implements :class:`tierkv.devices.base.Device` in ordinary memory."""
+    """Implements :class:`tierkv.devices.base.Device` in ordinary memory.  Thread-safe.
+
+    Args:
+        bandwidth: bytes a second that a copy stream carries at most, None for what the
+            memory gives.  The rest of the time the stream sleeps, so that the core is free.
+        latency_s: seconds that each batch of a copy stream takes besides.
+        faults: what shall go wrong, for tests.
+    """
 
     name = "cpu"
     torch_device = "cpu"
+    checks_order = False
 
-    def __init__(self) -> None:
-        self.compute: Stream = _CallerStream()
+    def __init__(
+        self,
+        *,
+        bandwidth: float | None = None,
+        latency_s: float = 0.0,
+        faults: Faults | None = None,
+    ) -> None:
+        self._faults = faults or Faults()
+        self._caller = _CallerStream(self._faults)
+        self.compute: Stream = self._caller
+        self._seconds_per_byte = 0.0 if bandwidth is None else 1.0 / bandwidth
+        self._latency_s = latency_s
         self._streams: dict[str, CpuStream] = {}
         self._memory: list[Tensor] = []
         self._closed = False
+        self._lock = threading.Lock()
 
     def allocate(self, rows: int, row_bytes: int) -> Tensor:
         """Return zeroed uint8 memory of shape ``[rows, row_bytes]``."""
+        self._must_be_open()
+        self._faults.allocating(rows * row_bytes)
         try:
             memory = torch.from_numpy(np.zeros((rows, row_bytes), np.uint8))
         except MemoryError as error:
@@ -140,44 +114,66 @@ class CpuDevice:
                 f"device pool: {rows} pages of {format_bytes(row_bytes)} "
                 f"({format_bytes(rows * row_bytes)}) cannot be allocated; give a smaller budget"
             ) from error
-        self._memory.append(memory)
+        with self._lock:
+            self._memory.append(memory)
         return memory
+
+    def pin(self, memory: memoryview) -> None:
+        """Do nothing: the CPU reaches all of its memory."""
 
     def stream(self, name: str) -> CpuStream:
         """Return the copy stream of that name."""
-        if self._closed:
-            raise StoreClosedError("the device is closed")
-        if name not in self._streams:
-            self._streams[name] = CpuStream(name)
-        return self._streams[name]
+        with self._lock:
+            self._must_be_open()
+            if name not in self._streams:
+                self._streams[name] = CpuStream(
+                    name,
+                    seconds_per_byte=self._seconds_per_byte,
+                    latency_s=self._latency_s,
+                    faults=self._faults,
+                )
+            return self._streams[name]
+
+    def host_use(
+        self, what: str, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
+    ) -> None:
+        """Do nothing: the order is not checked here."""
 
     def stats(self) -> DeviceStats:
         """Return counters."""
-        streams = self._streams.values()
+        with self._lock:
+            streams = [*self._streams.values()]
+            allocated = sum(m.numel() for m in self._memory)
         return DeviceStats(
             name=self.name,
-            allocated_bytes=sum(m.numel() for m in self._memory),
-            copies=sum(s.copies for s in streams),
-            copied_bytes=sum(s.copied_bytes for s in streams),
-            failed_copies=sum(s.failed for s in streams),
-            streams=len(self._streams),
+            allocated_bytes=allocated,
+            copies=self._caller.copies + sum(s.copies for s in streams),
+            copied_bytes=self._caller.traffic().bytes + sum(s.copied_bytes for s in streams),
+            failed_copies=self._caller.failed + sum(s.failed for s in streams),
+            streams=len(streams),
         )
 
     def check(self) -> None:
-        """Raise AssertionError when a stream's thread has died."""
-        if not self._closed:
-            dead = [s.name for s in self._streams.values() if not s._thread.is_alive()]
-            assert not dead, f"streams without a thread: {dead}"
+        """Raise AssertionError when a stream's worker has died."""
+        with self._lock:
+            dead = {s.name: s.died for s in self._streams.values() if s.died is not None}
+        assert not dead, f"streams whose worker died: {dead}"
 
     def close(self, timeout_s: float = 10.0) -> None:
         """Finish the streams and release the memory."""
-        self._closed = True
-        late = [s.name for s in self._streams.values() if not s.close(timeout_s)]
-        self._memory.clear()
+        deadline = time.monotonic() + timeout_s
+        with self._lock:
+            self._closed = True
+            streams = [*self._streams.values()]
+        self._caller.close()
+        for stream in streams:
+            stream.end()
+        late = [s.name for s in streams if not s.join(max(0.0, deadline - time.monotonic()))]
+        with self._lock:
+            self._memory.clear()
         if late:
             raise DeviceError(f"streams {late} did not finish within {timeout_s} s")
 
-
-def _wait(event: Event, timeout_s: float) -> None:
-    if not event.wait(timeout_s):
-        raise DeviceError(f"a copy did not finish within {timeout_s} s")
+    def _must_be_open(self) -> None:
+        if self._closed:
+            raise StoreClosedError("the device is closed")
