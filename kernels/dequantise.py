@@ -7,8 +7,6 @@ rounded itself (the interpreter cuts them off).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -26,7 +24,7 @@ from tierkv.kernels.quantised import (
 
 
 @jit
-def round_to(x: Any, BFLOAT16: tl.constexpr, DTYPE: tl.constexpr) -> Any:
+def round_to(x: tl.tensor, BFLOAT16: tl.constexpr, DTYPE: tl.constexpr) -> tl.tensor:
     """In a kernel: float32 as what is stored, bfloat16 as bits rounded to even."""
     if BFLOAT16:
         bits = x.to(tl.int32, bitcast=True)
@@ -38,12 +36,12 @@ def round_to(x: Any, BFLOAT16: tl.constexpr, DTYPE: tl.constexpr) -> Any:
 
 @jit
 def dequantise_pages(
-    values: Any,
-    scales: Any,
-    memory: Any,
-    data_table: Any,
-    page_table: Any,
-    rows: Any,
+    values: tl.tensor,
+    scales: tl.tensor,
+    memory: tl.tensor,
+    data_table: tl.tensor,
+    page_table: tl.tensor,
+    rows: tl.tensor,
     SCHEME: tl.constexpr,
     BFLOAT16: tl.constexpr,
     TARGET: tl.constexpr,

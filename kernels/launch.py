@@ -39,6 +39,7 @@ __all__ = [
     "INTERPRETED",
     "VECTOR_BYTES",
     "Config",
+    "as_words",
     "check_dtype",
     "check_head_dim",
     "check_int64",
@@ -76,15 +77,18 @@ class Config:
 # All configurations, chosen once and written down, so that results and timings repeat: no
 # autotuning at run time.  The committed tables of registers under tests/kernels are of these.
 CONFIGS: dict[str, Config] = {
-    "append": Config(block=16, num_warps=4),
-    "gather": Config(block=16, num_warps=4),
-    "scatter": Config(block=16, num_warps=4),
-    # 8 programs x 128 threads x 8 vectors of 16 bytes: 128 KiB on their way, more than the
-    # 83 KB that 55 GB/s at a latency of 1.5 us need, on a handful of the multiprocessors.
-    "layer_copy": Config(block=16 << 10, num_warps=4, programs=8),
+    # Elements: 2048 are a 16-byte vector for each of 4 warps of AMD's 64 lanes.
+    "append": Config(block=2048, num_warps=4),
+    "gather": Config(block=2048, num_warps=4),
+    "scatter": Config(block=2048, num_warps=4),
+    # In bytes: 16 programs x 128 threads x 8 vectors of 16 bytes are 256 KiB on their way.  At
+    # 55 GB/s and 1.5 us of latency 83 KB must be, and a program waits twice for each tile
+    # (for the page's place, then for its bytes).  The other multiprocessors stay free.
+    "layer_copy": Config(block=16 << 10, num_warps=4, programs=16),
     "quantise": Config(block=2048, num_warps=4),
     "dequantise": Config(block=2048, num_warps=4),
-    "checksum": Config(block=2048, num_warps=4, programs=16),
+    # Words of 8 bytes; programs of each range.
+    "checksum": Config(block=1024, num_warps=4, programs=8),
 }
 
 
@@ -148,6 +152,12 @@ def launch(
 def next_power_of_2(n: int) -> int:
     """Return the smallest power of two that is at least ``n`` (and 1)."""
     return 1 << max(0, n - 1).bit_length()
+
+
+def as_words(tensor: Tensor) -> Tensor:
+    """Return the tensor as integers of the same width, so that a copy moves bits, not numbers."""
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return tensor.view(words[tensor.element_size()])
 
 
 def check_dtype(where: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:

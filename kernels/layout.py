@@ -4,6 +4,8 @@ Kernels know no store.  They get ``memory``, a flat tensor of the elements' type
 table, int64 ``[batch, pages]`` (or ``[pages]`` for one sequence) of *element* offsets: for
 each page where its first component (K) begins.  There the rows ``[token][head][dim]`` follow
 each other, and V begins ``value_offset`` elements after K.
+
+A row of a table says "no page here" with a negative entry.
 """
 
 from __future__ import annotations
@@ -14,7 +16,14 @@ from math import gcd
 from torch import Tensor
 
 from tierkv.errors import InvalidInputError
-from tierkv.kernels.launch import VECTOR_BYTES, check_head_dim, check_int64
+from tierkv.kernels.launch import (
+    VECTOR_BYTES,
+    check_head_dim,
+    check_int64,
+    jit,
+    next_power_of_2,
+    tl,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +79,14 @@ class PageLayout:
         first = self.page_tokens * self.heads * self.dim
         return max(first, self.v_offset + self.page_tokens * self.heads * self.v_dim)
 
+    def tile_rows(self, elements: int) -> int:
+        """Return the heads of tokens that make a tile of ``elements`` of the narrower component.
+
+        A power of two.  Each thread then has a whole 16-byte vector of both components.
+        """
+        width = min(next_power_of_2(dim) for dim in (self.dim, self.v_dim) if dim)
+        return max(1, elements // width)
+
     def hint(self, itemsize: int) -> int:
         """Return what a kernel may assume to divide each entry, at most a 16-byte vector."""
         multiple = self.multiple or gcd(self.heads * self.dim, 1 << 20)
@@ -81,6 +98,34 @@ class PageLayout:
         begin = at + (0, self.v_offset)[component]
         size = self.page_tokens * self.heads * dim
         return memory[begin : begin + size].view(self.page_tokens, self.heads, dim)
+
+    def parts(self, start: int, count: int) -> list[tuple[int, int, int, int]]:
+        """Cut ``count`` tokens from ``start`` on at the pages' borders.
+
+        Returns (page of the table, first row, end row, tokens before it) for each page.
+        """
+        parts, done = list[tuple[int, int, int, int]](), 0
+        while done < count:
+            page, row = divmod(start + done, self.page_tokens)
+            rows = min(self.page_tokens - row, count - done)
+            parts.append((page, row, row + rows, done))
+            done += rows
+        return parts
+
+    def check_rows(self, where: str, table: Tensor, start: int, count: int) -> None:
+        """Check that a table ``[pages]`` on the host has pages for ``count`` tokens.
+
+        Raises:
+            InvalidInputError: the tokens begin before the first page, or one has no page.
+        """
+        if not count:
+            return
+        first, last = start // self.page_tokens, (start + count - 1) // self.page_tokens
+        if start < 0 or last >= table.shape[0] or bool((table[first : last + 1] < 0).any()):
+            raise InvalidInputError(
+                f"{where}: tokens {start} to {start + count} need pages {first} to {last}, but "
+                f"the page table {table.tolist()[:64]} has not all of them"
+            )
 
     def check_table(self, where: str, memory: Tensor, table: Tensor, batch: int) -> None:
         """Check memory and a page table ``[batch, pages]`` against this layout.
@@ -112,3 +157,24 @@ class PageLayout:
                 f"{where}: the page table has entries that are no multiple of {hint} elements; "
                 f"give the layout the multiple that they keep"
             )
+
+
+@jit
+def page_rows(
+    table: tl.tensor,
+    pages: tl.tensor,
+    position: tl.tensor,
+    valid: tl.tensor,
+    PAGE_TOKENS: tl.constexpr,
+    HINT: tl.constexpr,
+) -> tl.tensor:
+    """In a kernel: where the tokens at ``position`` lie, through a table of ``pages`` entries.
+
+    Returns (element offsets of their pages, int64; rows inside the pages; which tokens do have
+    a page, out of those that were ``valid``).  Nothing outside of the table is read.
+    """
+    page = position // PAGE_TOKENS
+    valid = valid & (position >= 0) & (page < pages)
+    base = tl.load(table + page, mask=valid, other=0)
+    valid = valid & (base >= 0)
+    return tl.multiple_of(base, HINT), position % PAGE_TOKENS, valid

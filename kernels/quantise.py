@@ -8,8 +8,6 @@ interpreter cuts them off, and sm_80 has no e4m3).
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -40,7 +38,7 @@ _LARGEST = 2.0**126  # larger magnitudes count as this, so that no product overf
 
 
 @jit
-def scale_of_group(x: Any, TOP_CODE: tl.constexpr) -> Any:
+def scale_of_group(x: tl.tensor, TOP_CODE: tl.constexpr) -> tl.tensor:
     """In a kernel: a tile's scales, as bits in an int32, and what to multiply by: [groups] each."""
     largest = tl.max(tl.abs(x), axis=1)
     bits = (largest * (1.0 / TOP_CODE)).to(tl.int32, bitcast=True) + 0xFFFF
@@ -51,14 +49,16 @@ def scale_of_group(x: Any, TOP_CODE: tl.constexpr) -> Any:
 
 
 @jit
-def round_even(x: Any) -> Any:
+def round_even(x: tl.tensor) -> tl.tensor:
     """In a kernel: x rounded to an integer, ties to even; magnitudes below 2**22."""
     # 1.5 * 2**23: the sum has no room for a fraction
     return (x + 12582912.0) - 12582912.0
 
 
 @jit
-def encode(x: Any, inverse: Any, SCHEME: tl.constexpr, TOP_CODE: tl.constexpr) -> Any:
+def encode(
+    x: tl.tensor, inverse: tl.tensor, SCHEME: tl.constexpr, TOP_CODE: tl.constexpr
+) -> tl.tensor:
     """In a kernel: the codes of a tile [groups, elements], as int32 (int4: 1 to 15)."""
     code = x * inverse[:, None]
     code = tl.minimum(tl.maximum(code, -TOP_CODE), TOP_CODE)
@@ -74,7 +74,7 @@ def encode(x: Any, inverse: Any, SCHEME: tl.constexpr, TOP_CODE: tl.constexpr) -
 
 
 @jit
-def load_clean(pointer: Any, mask: Any) -> Any:
+def load_clean(pointer: tl.tensor, mask: tl.tensor) -> tl.tensor:
     """In a kernel: elements as float32, 0 outside of the mask and for NaN, at most 2**126."""
     x = tl.load(pointer, mask=mask, other=0.0).to(tl.float32)
     x = tl.where(x == x, x, 0.0)
@@ -83,12 +83,12 @@ def load_clean(pointer: Any, mask: Any) -> Any:
 
 @jit
 def quantise_pages(
-    memory: Any,
-    values: Any,
-    scales: Any,
-    page_table: Any,
-    out_table: Any,
-    rows: Any,
+    memory: tl.tensor,
+    values: tl.tensor,
+    scales: tl.tensor,
+    page_table: tl.tensor,
+    out_table: tl.tensor,
+    rows: tl.tensor,
     SCHEME: tl.constexpr,
     TOP_CODE: tl.constexpr,
     SOURCE: tl.constexpr,

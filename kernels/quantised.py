@@ -34,7 +34,6 @@ one rounding an operation, and the bytes are the same on every machine.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -183,13 +182,13 @@ class QuantisedLayout:
 
 
 @jit
-def decode_scale(bits: Any) -> Any:
+def decode_scale(bits: tl.tensor) -> tl.tensor:
     """In a kernel: the float32 scale of its 16 bits."""
     return (bits.to(tl.int32) << 16).to(tl.float32, bitcast=True)
 
 
 @jit
-def decode_byte(byte: Any, SCHEME: tl.constexpr) -> Any:
+def decode_byte(byte: tl.tensor, SCHEME: tl.constexpr) -> tl.tensor:
     """In a kernel: the float32 code of a byte of the int8 (0) or fp8_e4m3 (1) scheme."""
     if SCHEME == 0:
         return byte.to(tl.int8, bitcast=True).to(tl.float32)
@@ -202,13 +201,13 @@ def decode_byte(byte: Any, SCHEME: tl.constexpr) -> Any:
 
 
 @jit
-def decode_low(byte: Any) -> Any:
+def decode_low(byte: tl.tensor) -> tl.tensor:
     """In a kernel: the float32 code in the low half of an int4 byte (elements 0 .. dim/2)."""
     return ((byte.to(tl.int32) & 15) - 8).to(tl.float32)
 
 
 @jit
-def decode_high(byte: Any) -> Any:
+def decode_high(byte: tl.tensor) -> tl.tensor:
     """In a kernel: the float32 code in the high half of an int4 byte (elements dim/2 .. dim)."""
     return ((byte.to(tl.int32) >> 4) - 8).to(tl.float32)
 

@@ -162,3 +162,32 @@ class ResourceTable:
             if value > known[key]
         }
         assert not worse, f"{name} on {target} needs more than before: {worse}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel as it is launched: types of its arguments, its constants, what is aligned."""
+
+    name: str
+    kernel: object
+    types: dict
+    constants: dict
+    aligned: tuple
+    options: dict
+
+    def compile(self, target):
+        """Compile for a target."""
+        signature = {
+            name: "constexpr" if name in self.constants else self.types[name]
+            for name in self.kernel.arg_names
+        }
+        return compile_kernel(
+            self.kernel, signature, self.constants, target, self.aligned, **self.options
+        )
+
+
+def make_case(name, kernel, types, constants, *, config, unaligned=(), **options):
+    """Return a Case with a configuration's warps and stages; all of it aligned but ``unaligned``."""
+    aligned = tuple(n for n in types if n not in unaligned)
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **options}
+    return Case(name, kernel, types, constants, aligned, options)
