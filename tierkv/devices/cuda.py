@@ -43,14 +43,14 @@ class CudaStream:
     def copy(self, ops: Sequence[CopyOp]) -> None:
         """Enqueue a batch of copies."""
         self._device.must_be_open()
-        with self._lock, torch.cuda.device(self._device.torch_device):
+        with self._lock, _cuda.device(self._device.torch_device):
             if self._skipping:
                 return
             stream = self._stream()
             self._harvest()
             start, end = self._spare.pop() if self._spare else self._device.timers()
             try:
-                with torch.cuda.stream(stream):
+                with _cuda.stream(stream):
                     start.record(stream)
                     size = self._device.issuer.issue(ops, stream.cuda_stream)
                     end.record(stream)
@@ -98,7 +98,7 @@ class CudaStream:
             return self._traffic
 
     def _stream(self) -> Any:
-        return self._own or torch.cuda.current_stream(self._device.torch_device)
+        return self._own or _cuda.current_stream(self._device.torch_device)
 
     def _harvest(self) -> None:
         """Add up the batches that are over, the oldest first."""
@@ -124,17 +124,16 @@ class CudaDevice:
 
     def __init__(self, name: str = "cuda", *, method: str = "auto") -> None:
         index = _index(name)
-        if not torch.cuda.is_available():
+        if not _cuda.is_available():
             raise InvalidInputError(
                 f"device {name!r} needs a GPU and a PyTorch built for CUDA, but "
                 f"torch.cuda.is_available() is False (PyTorch {torch.__version__}); use 'cpu'"
             )
         if index is None:
-            index = torch.cuda.current_device()
-        if index >= torch.cuda.device_count():
+            index = _cuda.current_device()
+        if index >= _cuda.device_count():
             raise InvalidInputError(
-                f"device {name!r}: this machine has {torch.cuda.device_count()} GPUs, counted "
-                "from 0"
+                f"device {name!r}: this machine has {_cuda.device_count()} GPUs, counted from 0"
             )
         self.name = self.torch_device = f"cuda:{index}"
         self.issuer = CopyIssuer(find_driver(), method)
@@ -152,7 +151,7 @@ class CudaDevice:
         try:
             memory = torch.empty((rows, row_bytes), dtype=torch.uint8, device=self.torch_device)
         except torch.OutOfMemoryError as error:
-            free, total = torch.cuda.mem_get_info(self.torch_device)
+            free, total = _cuda.mem_get_info(self.torch_device)
             raise CapacityError(
                 f"device pool: {rows} pages of {format_bytes(row_bytes)} "
                 f"({format_bytes(rows * row_bytes)}) cannot be allocated on {self.name}, where "
@@ -166,7 +165,7 @@ class CudaDevice:
         """Page-lock host memory, so that copies run behind the caller at full speed."""
         self.must_be_open()
         view = np.frombuffer(memory, np.uint8)
-        with torch.cuda.device(self.torch_device):
+        with _cuda.device(self.torch_device):
             error = int(_cuda.cudart().cudaHostRegister(view.ctypes.data, view.nbytes, 0))
         if error:
             raise CapacityError(
@@ -228,7 +227,7 @@ class CudaDevice:
             raise DeviceError(f"streams {late} did not finish within {timeout_s} s")
         with self._lock:
             for view in self._pinned:
-                with torch.cuda.device(self.torch_device):
+                with _cuda.device(self.torch_device):
                     _cuda.cudart().cudaHostUnregister(view.ctypes.data)
             self._pinned.clear()
             self._memory.clear()

@@ -106,6 +106,8 @@ class Faults:
             self._faults.append(fault)
 
     def _strike(self, what: str, stream: str | None) -> _Fault | None:
+        if not self._faults:
+            return None
         with self._lock:
             struck = [fault for fault in self._faults if fault.strikes(what, stream)]
             self.struck += bool(struck)

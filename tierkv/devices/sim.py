@@ -204,23 +204,23 @@ class SimDevice:
         """Move the host's clock forward."""
         self._now = max(self._now, time_s)
 
-    def carry(self, ops: Sequence[CopyOp], ready: float, stream: str) -> tuple[float, int]:
-        """Book a batch on the links that it needs, one after the other.
-
-        Returns:
-            When it is over, and its bytes.
-        """
+    def sizes(self, ops: Sequence[CopyOp]) -> dict[str, int]:
+        """Return the bytes that a batch moves over each link."""
         sizes: dict[str, int] = {}
         for op in ops:
             link = self._link(op)
             sizes[link] = sizes.get(link, 0) + op.source.nbytes
+        return sizes
+
+    def carry(self, sizes: dict[str, int], ready: float, stream: str) -> float:
+        """Book a batch on the links that it needs, one after the other; return its end."""
         end = ready
         for link, size in sizes.items():
             seconds = self.model.seconds(link, size * self._byte_scale)
             start = self._links[_SHARED[link]].book(end, seconds, now=self._now)
             end = start + seconds
             self.note(stream, link, start, end, size)
-        return end, sum(sizes.values())
+        return end
 
     def note(self, stream: str, what: str, start_s: float, end_s: float, size: int) -> None:
         """Enter a span into the timeline."""

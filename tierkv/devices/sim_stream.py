@@ -120,10 +120,10 @@ class SimStream:
                 hang = device.faults.copying(self.name)
             except (InjectedFaultError, WorkerDeath) as fault:
                 error = fault
+            sizes = device.sizes(ops)
             device.order.copy(self.timeline, ops)
-            ready = max(self.time_s, device.now())
-            self.time_s, size = device.carry(ops, ready, self.name)
-            self.time_s += hang
+            ready, size = max(self.time_s, device.now()), sum(sizes.values())
+            self.time_s = device.carry(sizes, ready, self.name) + hang
             if error is None:
                 self._finishing.append((self.time_s, size, self.time_s - ready))
             self._enqueue(_Copies(list(ops), error))
