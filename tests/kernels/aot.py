@@ -39,8 +39,8 @@ WRITE = os.environ.get("TIERKV_WRITE_KERNEL_TABLE") == "1"
 class Usage:
     """What a compiled kernel needs.
 
-    ``stack`` is bytes of local memory a thread (NVIDIA) or scratch a lane (AMD); ``spills``
-    counts spill instructions (NVIDIA) or spilled vector registers (AMD).
+    ``stack`` is bytes of local memory a thread (NVIDIA) or scratch a lane (AMD), which is where
+    spilled registers go; ``spills`` counts spilled vector registers (AMD) or is the stack.
     """
 
     registers: int
@@ -99,34 +99,26 @@ def resource_usage(kernel):
             timeout=60,
         ).stdout
     registers, stack = map(int, re.search(r"REG:(\d+) STACK:(\d+)", out).groups())
-    spills = len(re.findall(r"\b(?:STL|LDL)\b", kernel.asm["sass"]))
-    return Usage(registers=registers, stack=stack, spills=spills, shared=shared)
+    return Usage(registers=registers, stack=stack, spills=stack, shared=shared)
 
 
 def access_widths(kernel):
-    """Return the widths in bytes of all accesses to global memory, in the machine code.
+    """Return the widths in bytes of all accesses to global memory, from PTX or AMD assembly.
 
-    ``{"load": {16}, "store": {4, 16}}``; the sets hold each width once.
+    ``{"load": {16}, "store": {4, 16}}``; the sets hold each width once.  (Disassembling the
+    machine code would take seconds a kernel, and ptxas keeps the widths of PTX.)
     """
     widths = {"load": set(), "store": set()}
     if "amdgcn" in kernel.asm:
-        size = {"dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4, "short": 2, "ushort": 2}
-        found = re.findall(
-            r"\b(?:global|buffer|flat)_(load|store)_(\w+?)(?:_d16\w*)?\b", kernel.asm["amdgcn"]
-        )
-        for kind, word in found:
-            widths[kind].add(size.get(word.replace("b128", "dwordx4"), 1))
+        size = {"b128": 16, "dwordx4": 16, "dwordx3": 12, "dwordx2": 8, "dword": 4}
+        size |= dict.fromkeys(("short", "ushort", "sshort"), 2)
+        accesses = r"\b(?:global|buffer|flat)_(load|store)_([a-z0-9]+)"
+        for kind, word in re.findall(accesses, kernel.asm["amdgcn"]):
+            widths[kind].add(size.get(word, 1))
         return widths
-    for name, kind in (("LDG", "load"), ("STG", "store")):
-        for suffixes in re.findall(rf"\b{name}((?:\.\w+)*)", kernel.asm["sass"]):
-            parts = suffixes.split(".")
-            if {"U8", "S8"} & set(parts):
-                widths[kind].add(1)
-            elif {"U16", "S16"} & set(parts):
-                widths[kind].add(2)
-            else:
-                bits = next((int(p) for p in parts if p in ("64", "128", "256")), 32)
-                widths[kind].add(bits // 8)
+    accesses = r"\b(ld|st)\.global(?:\.\w+(?:::\w+)*)*?(?:\.v(\d))?\.[busf](\d+)\b"
+    for kind, vector, bits in re.findall(accesses, kernel.asm["ptx"]):
+        widths["load" if kind == "ld" else "store"].add(int(vector or 1) * int(bits) // 8)
     return widths
 
 
@@ -187,7 +179,7 @@ class Case:
 
 
 def make_case(name, kernel, types, constants, *, config, unaligned=(), **options):
-    """Return a Case with a configuration's warps and stages; all of it aligned but ``unaligned``."""
+    """Return a Case with a configuration's warps and stages, all aligned but ``unaligned``."""
     aligned = tuple(n for n in types if n not in unaligned)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages, **options}
     return Case(name, kernel, types, constants, aligned, options)

@@ -7,6 +7,7 @@ import weakref
 import torch
 
 PAGE = mmap.PAGESIZE
+_NORESERVE = 0x4000  # of Linux; Python 3.13 has a name for it
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -35,4 +36,5 @@ def guarded(tensor, *, at="end"):
 
 def sparse(size, dtype):
     """Return a flat tensor over ``size`` bytes that cost no memory until they are touched."""
-    return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
+    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=dtype)
