@@ -251,6 +251,15 @@ class Catalog:
     def __contains__(self, key: bytes) -> bool:
         return key in self._where  # one dictionary look-up is atomic
 
+    def is_raw(self, key: bytes) -> bool:
+        """Return whether a page is here and stored as it is, not compressed."""
+        with self._lock:
+            where = self._where.get(key)
+            if where is None:
+                return False
+            location = self._location(where)
+            return location.raw_bytes == location.stored_bytes
+
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which keys are here."""
         where = self._where

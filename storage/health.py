@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tierkv.storage.core import Core
-from tierkv.storage.counters import COUNTED, SsdStats
+from tierkv.storage.counters import COUNTED, Counters, SsdStats
 from tierkv.storage.reader import Reader
 from tierkv.storage.writer import Writer
 
@@ -73,3 +73,18 @@ def _disagreement(core: Core, reader: Reader, writer: Writer | None) -> str | No
     if not stats.reads_in_flight and not reader.in_flight and stats.lookups != outcomes:
         return f"{stats.lookups} lookups, {outcomes} outcomes"
     return None
+
+
+class Progress:
+    """Whether a tier still writes, for those who wait for it."""
+
+    def __init__(self, counters: Counters) -> None:
+        self._counters = counters
+        self._seen: tuple[int, ...] = ()
+
+    def made(self) -> bool:
+        """Return whether a write or a sync ended since the last call."""
+        counted = self._counters.snapshot()
+        names = ("device_bytes_written", "slab_syncs", "index_commits", "index_syncs")
+        before, self._seen = self._seen, tuple(counted[name] for name in names)
+        return before != self._seen

@@ -10,9 +10,10 @@ from contextlib import AbstractContextManager
 
 from tierkv.storage.aligned import ByteArray
 from tierkv.storage.core import EXTRA_THREADS, RUN_BYTES, Core
-from tierkv.storage.slotio import MAX_RUN, Fault, SlotRead, Wanted, follows
+from tierkv.storage.slotio import MAX_RUN
 from tierkv.storage.tickets import ReadTicket
-from tierkv.storage.types import ReadStatus
+from tierkv.storage.types import RangeRead, ReadStatus
+from tierkv.storage.wanted import Fault, Head, Part, SlotRead, Wanted, follows
 from tierkv.storage.workers import Turns, WorkerPool
 from tierkv.storage.writer import Writer
 
@@ -80,18 +81,52 @@ class Reader:
         timeout_s: float,
     ) -> ReadTicket:
         """Start reading pages; see ``SsdTier.submit_read``."""
-        core = self._core
-        hangs = core.breaker.failure if timeout_s >= core.config.io_timeout_s else _do_nothing
-        ticket = ReadTicket(len(keys), core.counters, timeout_s, hangs)
-        core.counters.add("lookups", len(keys))
-        with self._lock:
-            self._in_flight += len(keys)
+        ticket = self._open(len(keys), timeout_s)
         found = [
             (position, wanted)
             for position, (key, out) in enumerate(zip(keys, destinations, strict=True))
             if (wanted := self._find(ticket, position, key, out, namespace)) is not None
         ]
-        per_run = self._pages_per_run(len(found), destinations)
+        self._start(ticket, found)
+        return ticket
+
+    def submit_ranges(
+        self,
+        reads: Sequence[RangeRead],
+        heads: dict[bytes, Head],
+        namespace: bytes | None,
+        timeout_s: float,
+    ) -> ReadTicket:
+        """Start reading parts of pages; see ``SsdTier.submit_ranges``.
+
+        Args:
+            reads: the parts.
+            heads: by key, what the parts of a page share; new pages are entered.
+            namespace: as for ``submit``.
+            timeout_s: likewise.
+        """
+        ticket = self._open(len(reads), timeout_s)
+        found = []
+        for position, read in enumerate(reads):
+            wanted = self._find(
+                ticket, position, read.key, read.destination, namespace, read.page_bytes
+            )
+            if wanted is not None:
+                part = Part(read.offset, heads.setdefault(read.key, Head()))
+                found.append((position, wanted._replace(part=part)))
+        self._start(ticket, found)
+        return ticket
+
+    def _open(self, count: int, timeout_s: float) -> ReadTicket:
+        core = self._core
+        hangs = core.breaker.failure if timeout_s >= core.config.io_timeout_s else _do_nothing
+        core.counters.add("lookups", count)
+        with self._lock:
+            self._in_flight += count
+        return ReadTicket(count, core.counters, timeout_s, hangs)
+
+    def _start(self, ticket: ReadTicket, found: list[tuple[int, Wanted]]) -> None:
+        per_run = self._pages_per_run(found)
         if per_run > 1:  # small pages: those in adjacent slots are read in one call
             found.sort(key=lambda item: item[1].location[:2])
         self._hand_over(
@@ -100,14 +135,13 @@ class Reader:
                 for at in range(0, len(found), per_run)
             ]
         )
-        return ticket
 
-    def _pages_per_run(self, count: int, destinations: Sequence[ByteArray]) -> int:
+    def _pages_per_run(self, found: Sequence[tuple[int, Wanted]]) -> int:
         """Return how many pages one thread takes at a time: few, and enough for all threads."""
-        if not count:
+        if not found:
             return 1
-        by_size = RUN_BYTES // max(destinations[0].nbytes, 1)
-        shared = -(-count // self._core.config.io_threads)
+        by_size = RUN_BYTES // max(found[0][1].out.nbytes, 1)
+        shared = -(-len(found) // self._core.config.io_threads)
         return max(1, min(MAX_RUN, by_size, shared))
 
     def _find(
@@ -117,11 +151,13 @@ class Reader:
         key: bytes,
         out: ByteArray,
         namespace: bytes | None,
+        page_bytes: int | None = None,
     ) -> Wanted | None:
         """Pin a page, or settle it as the miss that it is."""
         core = self._core
         location, mismatch = core.catalog.pin(key, namespace)
-        if location is not None and location.raw_bytes != out.nbytes:
+        size = out.nbytes if page_bytes is None else page_bytes
+        if location is not None and location.raw_bytes != size:
             core.catalog.unpin(location)
             location, mismatch = None, True
         if location is None:

@@ -22,7 +22,8 @@ from tierkv.storage.format import (
 from tierkv.storage.index import IndexDamagedError, LmdbIndex, write_index
 from tierkv.storage.layout import CleanMark, Layout, SlabMeta, hash_file
 from tierkv.storage.lock import is_locked
-from tierkv.storage.slotio import SlotIO, Wanted
+from tierkv.storage.slotio import SlotIO
+from tierkv.storage.wanted import Wanted
 
 logger = logging.getLogger(__name__)
 

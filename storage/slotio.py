@@ -10,16 +10,13 @@ import errno
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from enum import StrEnum
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from tierkv.storage.aligned import ByteArray, aligned_empty, is_direct, round_up
+from tierkv.storage.aligned import ALIGNMENT, ByteArray, aligned_empty, is_direct, round_up
 from tierkv.storage.backend import IOBackend, transfer_all
 from tierkv.storage.codec import RAW, Codec, codecs_by_id
-from tierkv.storage.columns import Location
 from tierkv.storage.format import (
     HEADER_BYTES,
     IndexRecord,
@@ -32,48 +29,13 @@ from tierkv.storage.format import (
 )
 from tierkv.storage.layout import SlabMeta
 from tierkv.storage.slabs import SlabFiles
-from tierkv.storage.types import PageWrite
+from tierkv.storage.wanted import Fault, Part, Placed, SlotRead, Wanted, compare, is_cut_at
 from tierkv.storage.workers import Turns
 
 Turn = AbstractContextManager[None]
 _AT_ONCE: Turn = nullcontext()
 
 MAX_RUN = 64  # pages in one system call; each is two buffers, and the kernel takes 1024
-
-
-class Fault(StrEnum):
-    """Why a slot's contents are not the page that was asked for."""
-
-    HEADER = "header"  # the header does not match its own hash, or the file ends early
-    STALE = "stale"  # a valid header of another page, write, slot, slab or store
-    PAYLOAD = "payload"  # the payload does not match the hashes in a valid header
-    TORN = "torn"  # likewise, and its end is among what does not match
-
-
-class SlotRead(NamedTuple):
-    """What reading a slot gave; ``fault`` None means the destination holds the page."""
-
-    fault: Fault | None
-    device_bytes: int
-    reread: bool
-
-
-class Wanted(NamedTuple):
-    """A page to read: what its slot must hold, and where it goes (exactly its size)."""
-
-    key: bytes
-    namespace: bytes | None
-    location: Location
-    out: ByteArray
-
-
-class Placed(NamedTuple):
-    """A page to write, and its place."""
-
-    page: PageWrite
-    slot: int
-    seq: int
-    durable_seq: int
 
 
 class SlotIO:
@@ -222,6 +184,8 @@ class SlotIO:
 
     def _read_once(self, slab: SlabMeta, wanted: Wanted, turn: Turn) -> tuple[Fault | None, int]:
         location, out = wanted.location, wanted.out
+        if wanted.part is not None:
+            return self._read_part(slab, wanted, wanted.part, turn)
         straight = location.stored_bytes == location.raw_bytes and is_direct(out)
         body = out if straight else self._staging(round_up(location.stored_bytes))
         block = self._blocks(1)[0]
@@ -247,21 +211,70 @@ class SlotIO:
         location, out = wanted.location, wanted.out
         if header is None:
             return Fault.HEADER
-        if not (
+        if not (location.raw_bytes == out.nbytes and self._is_wanted(slab, wanted, header)):
+            return Fault.STALE
+        if header.codec != RAW:
+            return self._decode(header, stored, out)
+        fault = compare(header, stored)
+        if fault is None and staged:
+            np.copyto(out, stored)
+        return fault
+
+    def _read_part(
+        self, slab: SlabMeta, wanted: Wanted, part: Part, turn: Turn
+    ) -> tuple[Fault | None, int]:
+        """Read a part of a page, its header too unless another part has read that already."""
+        location, out = wanted.location, wanted.out
+        if location.stored_bytes != location.raw_bytes:
+            return self._cut_out(slab, wanted, part, turn)
+        low, high = part.offset & -ALIGNMENT, round_up(part.offset + out.nbytes)
+        straight = low == part.offset and is_direct(out)
+        body = out if straight else self._staging(high - low)
+        fd, at = self._files.descriptor(slab.id), location.slot * slab.slot_bytes
+        read, whole, block = self._backend.preadv, True, self._blocks(1)[0]
+        header, count = part.head.header, body.nbytes
+        with turn:
+            if header is None:
+                count += HEADER_BYTES
+                whole = transfer_all(read, fd, [block] if low else [block, body], at)
+            if whole and (low or header is not None):
+                whole = transfer_all(read, fd, [body], at + HEADER_BYTES + low)
+        header = header or (decode_header(block) if whole else None)
+        if header is None or not whole:
+            return Fault.HEADER, count
+        if not self._is_wanted(slab, wanted, header):
+            return Fault.STALE, count
+        part.head.header = header
+        if not is_cut_at(header, part.offset, out.nbytes):
+            return self._cut_out(slab, wanted, part, turn)
+        stored = body[part.offset - low :][: out.nbytes]
+        fault = compare(header, stored, part.offset)
+        if fault is None and not straight:
+            np.copyto(out, stored)
+        return fault, count
+
+    def _cut_out(
+        self, slab: SlabMeta, wanted: Wanted, part: Part, turn: Turn
+    ) -> tuple[Fault | None, int]:
+        """Read the whole page for a part of it: compressed, or with no checksum of the part."""
+        page = aligned_empty(wanted.location.raw_bytes)
+        whole = wanted._replace(out=page, part=None)
+        fault, count = self._read_once(slab, whole, turn)
+        if fault is None:
+            np.copyto(wanted.out, page[part.offset :][: wanted.out.nbytes])
+        return fault, count
+
+    def _is_wanted(self, slab: SlabMeta, wanted: Wanted, header: SlotHeader) -> bool:
+        """Whether a header is that of this very write of the page."""
+        location = wanted.location
+        return (
             header.info.key == wanted.key
             and header.seq == location.seq
             and self._belongs(header, slab, location.slot)
             and wanted.namespace in (None, header.info.namespace)
-            and header.raw_bytes == location.raw_bytes == out.nbytes
+            and header.raw_bytes == location.raw_bytes
             and header.stored_bytes == location.stored_bytes
-        ):
-            return Fault.STALE
-        if header.codec != RAW:
-            return self._decode(header, stored, out)
-        fault = _compare(header, stored)
-        if fault is None and staged:
-            np.copyto(out, stored)
-        return fault
+        )
 
     def _decode(self, header: SlotHeader, stored: ByteArray, out: ByteArray) -> Fault | None:
         codec = self._codecs.get(header.codec)
@@ -269,7 +282,7 @@ class SlotIO:
             return Fault.PAYLOAD
         if not codec.decode(stored, header.codec_param, out):
             return Fault.PAYLOAD
-        return _compare(header, out)
+        return compare(header, out)
 
     def _belongs(self, header: SlotHeader, slab: SlabMeta, slot: int) -> bool:
         return (
@@ -295,23 +308,3 @@ class SlotIO:
         if staging is None or staging.nbytes < size:
             staging = self._local.staging = aligned_empty(size)
         return staging[:size]
-
-
-def follows(slab: SlabMeta, before: Wanted, wanted: Wanted) -> bool:
-    """Whether two pages can be read in one call: adjacent, raw, whole slots, aligned memory."""
-    payload = slab.slot_bytes - HEADER_BYTES
-    return (
-        wanted.location.slab == before.location.slab
-        and wanted.location.slot == before.location.slot + 1
-        and wanted.location.stored_bytes == payload == before.location.stored_bytes
-        and wanted.out.nbytes == payload == before.out.nbytes
-        and is_direct(wanted.out)
-        and is_direct(before.out)
-    )
-
-
-def _compare(header: SlotHeader, raw: ByteArray) -> Fault | None:
-    actual = hash_ranges(raw, header.layer_bytes)
-    if actual == header.ranges:
-        return None
-    return Fault.TORN if actual[-1] != header.ranges[-1] else Fault.PAYLOAD

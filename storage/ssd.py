@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Self
 
 from tierkv.errors import ForkError, InvalidInputError, StoreClosedError, StoreReadOnlyError
@@ -14,7 +15,7 @@ from tierkv.storage.clock import Clock, SystemClock
 from tierkv.storage.core import Core, SsdConfig
 from tierkv.storage.counters import SsdStats
 from tierkv.storage.format import PAGE_TAIL, IndexRecord, PageInfo
-from tierkv.storage.health import check_tier, collect_stats
+from tierkv.storage.health import Progress, check_tier, collect_stats
 from tierkv.storage.index import LmdbIndex
 from tierkv.storage.layout import load_names
 from tierkv.storage.lifetime import Lifetime
@@ -25,13 +26,16 @@ from tierkv.storage.tickets import ReadTicket, WriteTicket
 from tierkv.storage.types import (
     FlushReport,
     PageWrite,
+    RangeRead,
     ReadStatus,
     VerifyReport,
     WriteStatus,
     check_buffer,
     check_page,
+    check_range,
 )
 from tierkv.storage.verify import verify_core
+from tierkv.storage.wanted import Head
 from tierkv.storage.writer import Writer
 
 __all__ = [
@@ -39,6 +43,7 @@ __all__ = [
     "FlushReport",
     "PageInfo",
     "PageWrite",
+    "RangeRead",
     "ReadStatus",
     "ReadTicket",
     "SsdStats",
@@ -64,7 +69,7 @@ class SsdTier:
         """Use ``SsdTier.open``."""
         self._core = core
         self._writer = None
-        self._progress: tuple[int, ...] = ()
+        self._progress = Progress(core.counters)
         if isinstance(core.index, LmdbIndex) and not core.config.read_only:
             self._writer = Writer(core, core.index)
         self._reader = Reader(core, self._writer)
@@ -225,9 +230,8 @@ class SsdTier:
             timeout_s: deadline for ``wait``; ``io_timeout_s`` when None.
 
         Returns:
-            A ticket.  A destination holds a page where its status is ``HIT``, and anything
-            elsewhere (what it held before, for a miss without I/O); it stays in use until the
-            ticket is settled, which after a timeout may be later than ``wait`` returns.
+            A ticket.  A destination holds a page where its status is ``HIT``, else anything; it
+            is in use until the ticket is settled, after a timeout later than ``wait`` returns.
         """
         self._enter(closed_ok=True)
         if len(keys) != len(destinations):
@@ -236,6 +240,35 @@ class SsdTier:
             check_buffer(destination, "read destination")
         timeout = self._core.config.io_timeout_s if timeout_s is None else timeout_s
         return self._reader.submit(keys, destinations, namespace, timeout)
+
+    def submit_ranges(
+        self,
+        batches: Sequence[Sequence[RangeRead]],
+        *,
+        namespace: bytes | None = None,
+        timeout_s: float | None = None,
+    ) -> list[ReadTicket]:
+        """Start reading parts of pages, batch after batch; return a ticket for each batch.
+
+        As ``submit_read``, but a part is a hit once the page's header, read with its first
+        part, and the checksums of the part's own ranges are right, whatever the rest is like.
+        Where a part is no whole number of ranges, or the page is compressed (see
+        ``in_ranges``), the page is read whole for each part.
+
+        Raises:
+            InvalidInputError: a part that is not inside its page; nothing was started.
+        """
+        self._enter(closed_ok=True)
+        for read in chain.from_iterable(batches):
+            check_range(read)
+        timeout = self._core.config.io_timeout_s if timeout_s is None else timeout_s
+        heads: dict[bytes, Head] = {}
+        return [self._reader.submit_ranges(b, heads, namespace, timeout) for b in batches]
+
+    def in_ranges(self, keys: Sequence[bytes]) -> list[bool]:
+        """Return which pages ``submit_ranges`` can read in parts without reading the rest."""
+        self._enter(closed_ok=True)
+        return [self._core.catalog.is_raw(key) for key in keys]
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """Return which pages are here."""
@@ -303,16 +336,9 @@ class SsdTier:
         request = self._writer.flush()
         patience = self._core.config.io_timeout_s if timeout_s is None else timeout_s
         report = request.wait(patience)
-        while report is None and timeout_s is None and self._has_progressed():
+        while report is None and timeout_s is None and self._progress.made():
             report = request.wait(patience)
         return report or FlushReport(0, 0, False, [])
-
-    def _has_progressed(self) -> bool:
-        """Whether a write or a sync ended since the last call."""
-        counted = self._core.counters.snapshot()
-        names = ("device_bytes_written", "slab_syncs", "index_commits", "index_syncs")
-        before, self._progress = self._progress, tuple(counted[name] for name in names)
-        return before != self._progress
 
     def verify(
         self, *, repair: bool = False, progress: Callable[[int, int], None] | None = None

@@ -110,6 +110,10 @@ class ReadTicket:
         """Whether the tier is done with every destination."""
         return self._event.is_set()
 
+    def wait_settled(self, timeout_s: float) -> bool:
+        """Wait until settled; False when time ran out, which changes nothing."""
+        return self._event.wait(timeout_s)
+
     def wait(self, timeout_s: float | None = None) -> list[ReadStatus]:
         """Return a status for each page, ``TIMEOUT`` for those that took too long.
 

@@ -53,6 +53,23 @@ class PageWrite:
 
 
 @dataclass(frozen=True, slots=True)
+class RangeRead:
+    """A part of a page to read.
+
+    Attributes:
+        key: which page.
+        page_bytes: size of the whole page; one of another size is a miss.
+        offset: where in the page the part begins.
+        destination: where it goes, of exactly its size; one-dimensional contiguous uint8.
+    """
+
+    key: bytes
+    page_bytes: int
+    offset: int
+    destination: ByteArray
+
+
+@dataclass(frozen=True, slots=True)
 class FlushReport:
     """What a flush made durable.
 
@@ -106,6 +123,17 @@ def check_buffer(array: ByteArray, what: str) -> None:
             f"{what}: expected a one-dimensional contiguous uint8 array, got "
             f"{type(array).__name__} of dtype {getattr(array, 'dtype', None)} and "
             f"shape {getattr(array, 'shape', None)}"
+        )
+
+
+def check_range(read: RangeRead) -> None:
+    """Raise InvalidInputError unless the part lies inside its page."""
+    check_buffer(read.destination, "read destination")
+    size = read.destination.nbytes
+    if not 0 <= read.offset < read.offset + size <= read.page_bytes:
+        raise InvalidInputError(
+            f"read: bytes [{read.offset}, {read.offset + size}) are no part of a page of "
+            f"{read.page_bytes} bytes"
         )
 
 

@@ -9,8 +9,8 @@ from tierkv.storage.columns import Location
 from tierkv.storage.core import Core
 from tierkv.storage.format import decode_record
 from tierkv.storage.listing import list_records
-from tierkv.storage.slotio import Wanted
 from tierkv.storage.types import VerifyReport
+from tierkv.storage.wanted import Wanted
 from tierkv.storage.writer import Writer
 
 

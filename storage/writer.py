@@ -27,9 +27,10 @@ from tierkv.storage.committer import Committer
 from tierkv.storage.core import COMMIT_RECORDS, EXTRA_THREADS, GROUP_BYTES, RUN_BYTES, Core
 from tierkv.storage.index import LmdbIndex
 from tierkv.storage.ledger import Ledger
-from tierkv.storage.slotio import MAX_RUN, Placed
+from tierkv.storage.slotio import MAX_RUN
 from tierkv.storage.tickets import WriteTicket
 from tierkv.storage.types import FlushReport, PageWrite, WriteStatus
+from tierkv.storage.wanted import Placed
 from tierkv.storage.workers import WorkerPool
 from tierkv.storage.writes import (
     STATUS_COUNTERS,

@@ -11,9 +11,9 @@ from tierkv.storage.core import Core
 from tierkv.storage.format import IndexRecord
 from tierkv.storage.layout import SlabMeta
 from tierkv.storage.slabs import NO_SPACE_ERRNOS
-from tierkv.storage.slotio import Placed
 from tierkv.storage.tickets import WriteTicket
 from tierkv.storage.types import FlushReport, PageWrite, WriteStatus
+from tierkv.storage.wanted import Placed
 
 Inbox = SimpleQueue[Callable[[], object] | None]
 
