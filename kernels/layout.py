@@ -152,7 +152,7 @@ class PageLayout:
                 f"memory has {memory.numel()} elements"
             )
         hint = self.hint(memory.element_size())
-        if bool((table % hint).any()):
+        if bool(((table % hint != 0) & (table >= 0)).any()):
             raise InvalidInputError(
                 f"{where}: the page table has entries that are no multiple of {hint} elements; "
                 f"give the layout the multiple that they keep"

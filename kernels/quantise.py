@@ -295,6 +295,9 @@ def check_codec(
             f"{where}: the layouts differ: (page_tokens, heads, dims) is {have} in memory and "
             f"{want} quantised"
         )
+    for table in (page_table, data_table):
+        if table.device.type == "cpu" and bool((table < 0).any()):
+            raise InvalidInputError(f"{where}: every page must be there; tables have {table.min()}")
     if rows is None:
         return torch.full_like(page_table, layout.page_tokens)
     check_int64(where, "rows", rows, (pages,))

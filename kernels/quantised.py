@@ -161,6 +161,8 @@ class QuantisedLayout:
     ) -> None:
         """Check quantised pages and their table; entries only where the table is on the host.
 
+        Negative entries mark pages that are not there.
+
         Raises:
             InvalidInputError: data that is not flat uint8; a table of another shape or type; an
                 entry that is no multiple of 16 bytes or leads out of the data.
@@ -174,7 +176,8 @@ class QuantisedLayout:
         if table.device.type != "cpu" or not table.numel():
             return
         worst = int(table.max())
-        if worst + self.layer_bytes > data.numel() or bool((table % VECTOR_BYTES).any()):
+        uneven = (table % VECTOR_BYTES != 0) & (table >= 0)
+        if worst + self.layer_bytes > data.numel() or bool(uneven.any()):
             raise InvalidInputError(
                 f"{where}: byte offsets of quantised pages must be multiples of {VECTOR_BYTES} "
                 f"and leave room for {self.layer_bytes} bytes in {data.numel()}, got up to {worst}"
