@@ -18,7 +18,7 @@ class Running:
 
     def __init__(self, core: Core, after_end: Callable[[], None]) -> None:
         self._core = core
-        self._after_end = after_end
+        self.after_end = after_end  # called, without the lock, when one has ended
         self._sequences: set[Sequence] = set()
 
     def __len__(self) -> int:
@@ -29,11 +29,9 @@ class Running:
         """Take a sequence in.  Call with the lock held, before anybody else can see it."""
         self._sequences.add(sequence)
 
-    def ended(self, sequence: Sequence) -> None:
-        """Let a sequence go that has given everything back."""
-        with self._core.lock:
-            self._sequences.discard(sequence)
-        self._after_end()
+    def remove(self, sequence: Sequence) -> None:
+        """Let a sequence go that has given everything back.  Call with the lock held."""
+        self._sequences.discard(sequence)
 
     def abandon_all(self) -> None:
         """Abandon every sequence."""
@@ -48,7 +46,10 @@ class Running:
         Call with the lock held.
         """
         planner = self._core.planner
-        uses = Counter(slot for s in self._sequences for slot in s.private_slots())
-        for slot, count in uses.items():
-            holders = planner.holders(Tier.DEVICE, slot)
-            assert holders == count, f"device slot {slot}: used {count} times, held {holders} times"
+        for tier in (Tier.DEVICE, Tier.HOST):
+            uses = Counter(slot for s in self._sequences for slot in s.private_slots(tier))
+            for slot, count in uses.items():
+                holders = planner.holders(tier, slot)
+                assert holders == count, (
+                    f"{tier.label} slot {slot}: used {count} times, held {holders} times"
+                )

@@ -10,7 +10,7 @@ import numpy as np
 
 from tierkv.data_plane.committing import Committer
 from tierkv.data_plane.flushing import write_pages
-from tierkv.data_plane.gate import LayerGate
+from tierkv.data_plane.gate import LayerGate, drain
 from tierkv.data_plane.holding import Holding
 from tierkv.data_plane.room import no_room
 from tierkv.devices.base import DeviceError
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tierkv.identity.keys import KeyChain, TokenArray
     from tierkv.identity.spec import CacheSpec
     from tierkv.running import Running
+    from tierkv.tiers import Tier
 
     Reserve = Callable[[int, int], None]
 
@@ -75,9 +76,11 @@ class Sequence:
         chains: SequenceOf[KeyChain],
         tokens: TokenArray,
         loaded: Loaded,
+        device_limit: int | None = None,
     ) -> Sequence:
         """Return a sequence that starts from what was loaded."""
         tables = loaded.tables
+        holding = Holding(core, transfers, tables, device_limit)
         committer = Committer(
             core, chains, tables, committed=loaded.tokens, turn_end=loaded.resumed
         )
@@ -91,9 +94,9 @@ class Sequence:
                 loaded.tokens,
                 reserve=reserve,
                 timeout_s=core.timeout_s,
+                rings=holding.spill.rings,
             )
 
-        holding = Holding(core, transfers, tables)
         sequence = cls(core, loader, running, tokens, loaded.found, holding, committer, gate)
         sequence._arrivals = loaded.arrivals
         for arrival in loaded.arrivals:
@@ -110,6 +113,7 @@ class Sequence:
 
         Raises:
             InvalidInputError: a forward ended in the middle.
+            PoolExhaustedError: of a sequence that has spilled, no room to run another.
             DeviceError: pages on their way did not arrive.
         """
         self._must_run()
@@ -127,9 +131,12 @@ class Sequence:
                 self.found,
                 holding,
                 self._committer.fork(holding.tables, length),
-                lambda reserve: self.gate.fork(holding.tables, reserve),
+                lambda reserve: self.gate.fork(holding.tables, reserve, holding.spill.rings),
             )
             self._running.add(other)
+        if not holding.spill.grow_rings():
+            other.abandon()
+            raise no_room(core, length, 1)
         return other
 
     def keep_from(self, length: int | None) -> None:
@@ -155,8 +162,6 @@ class Sequence:
         held = self.gate.settled_length()
         if not 0 <= length <= held:
             raise InvalidInputError(f"crop: the sequence holds {held} tokens, not {length}")
-        if length == held:
-            return
         lost = [t.group.name for t in self._holding.tables if not t.can_resume(length)]
         if lost:
             raise InvalidInputError(
@@ -247,20 +252,23 @@ class Sequence:
             return
         self._ended = True
         self.gate.close()
-        self._drain()
-        core = self._core
-        with core.lock:
-            self._holding.release()
-            core.settled.notify_all()
-        self._running.ended(self)
+        over = self._drain()
+        with self._core.lock:  # what a late copy may still touch stays held until it is over
+            self._holding.transfers.when(over, self._release)
+        self._running.after_end()
 
-    def private_slots(self) -> list[int]:
-        """Return the device slots of pages that are not committed.  For ``check``."""
-        return self._holding.private_slots()
+    def spill(self, pages: list[int]) -> bool:
+        """Keep the first ``pages`` pages of each group in host memory; False without room."""
+        return self._holding.spill.to(pages)
 
-    def rows(self) -> list[int]:
-        """Return the index rows of the committed pages this sequence uses."""
-        return self._holding.shared_rows()
+    @property
+    def spilled_pages(self) -> int:
+        """Pages kept in host memory because the device pool is too small."""
+        return sum(min(table.spilled, len(table.slots)) for table in self._holding.tables)
+
+    def private_slots(self, tier: Tier) -> list[int]:
+        """Return the slots of a memory tier that this sequence holds.  For ``check``."""
+        return self._holding.private_slots(tier)
 
     def __enter__(self) -> Sequence:
         """Return the sequence."""
@@ -295,7 +303,7 @@ class Sequence:
         return True
 
     def _await_arrivals(self) -> None:
-        self.gate.enter_all()
+        self.gate.await_all()
         self._settle_arrivals()
 
     def _settle_arrivals(self) -> None:
@@ -321,7 +329,7 @@ class Sequence:
         if start == self.length:
             self._holding.give_up_boundaries()
             self._holding.drop_outdated(start, self._committer.committed)
-        pages = self._holding.obtain(start, count, ahead=ahead)
+        pages = self._holding.obtain(start, count, ahead=ahead, spill=True)
         if pages:
             raise no_room(self._core, start + count, pages)
 
@@ -343,14 +351,20 @@ class Sequence:
             )
         return tokens[:length]
 
-    def _drain(self) -> None:
-        """Wait until nothing touches the slots any more."""
-        try:
-            self.gate.drain()
-        except DeviceError:
+    def _drain(self) -> Callable[[], bool]:
+        """Wait until nothing touches the slots any more; return whether that is so by now."""
+        events = self.gate.events()
+        if not drain(events, self._core.timeout_s):
             with self._core.lock:
                 self._core.counters.late_copies += 1
+        return lambda: all(event.done() for event in events)
+
+    def _release(self) -> None:
+        """Give everything back.  Called with the store's lock held."""
         self._settle_arrivals()
+        self._holding.release()
+        self._core.settled.notify_all()
+        self._running.remove(self)
 
     def _must_run(self) -> None:
         if self._ended:

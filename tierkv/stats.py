@@ -78,12 +78,16 @@ class Counters:
     demoted_to_disk: int = 0
     dropped_pages: int = 0
     delay_hits: int = 0
+    announced_pages: int = 0
+    prefetched_pages: int = 0
+    gated_pages: int = 0
     disk_misses: int = 0
     disk_corrupt: int = 0
     disk_errors: int = 0
     disk_timeouts: int = 0
     write_failures: int = 0
     late_copies: int = 0
+    spilled_pages: int = 0
     callback_errors: int = 0
     bytes_in: dict[str, int] = field(default_factory=_by_tier)
     bytes_out: dict[str, int] = field(default_factory=_by_tier)

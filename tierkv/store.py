@@ -147,6 +147,7 @@ class Store:
         extras: Extras = (),
         max_new_tokens: int = 0,
         limit: int | None = None,
+        device_pages: int | None = None,
     ) -> Sequence:
         """Begin a sequence: find its longest reusable prefix and bring it in.
 
@@ -158,11 +159,14 @@ class Store:
             extras: (position, digest) of what token ids do not show, such as images.
             max_new_tokens: tokens that will follow; room for them is checked and reserved.
             limit: the longest prefix wanted, in tokens; None for as much as there is.
+            device_pages: most pages of the device pool that the sequence may take; None for
+                as many as there are.  What does not fit is kept in host memory and passes
+                through device buffers, layer by layer, at every step.
 
         Raises:
             InvalidInputError: no tokens, ids that are not one sequence of integers, or a
                 negative limit or number of tokens.
-            SequenceTooLongError: more than the whole device pool can hold.
+            SequenceTooLongError: more than device pool and host tier together can hold.
             PoolExhaustedError: running sequences and pins leave too little of the pool.
         """
         self._must_be_open()
@@ -182,14 +186,15 @@ class Store:
         if limit is not None and limit < 0:
             raise InvalidInputError(f"begin: limit must not be negative, got {limit}")
         most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
-        check_fits(core, len(tokens) + max_new_tokens)
+        total = len(tokens) + max_new_tokens
+        check_fits(core, total, device_pages)
         chains = self._chains(tokens, extras)
         with core.lock:
             self._hints.tick(core.clock())
         self._transfers.forget_removed()
-        loaded = self._loader.load(chains, tokens, most)
+        loaded = self._loader.load(chains, tokens, most, total=total, device_limit=device_pages)
         sequence = Sequence.begin(
-            core, self._loader, self._transfers, self._running, chains, tokens, loaded
+            core, self._loader, self._transfers, self._running, chains, tokens, loaded, device_pages
         )
         with core.lock:
             core.counters.begins += 1
@@ -197,6 +202,7 @@ class Store:
             for tier in Tier:
                 core.counters.found_tokens[tier.label] += getattr(loaded.found, tier.label)
         try:
+            sequence.spill(list(loaded.spill))
             sequence.reserve(len(tokens) - loaded.tokens + max_new_tokens)
         except BaseException:
             sequence.abandon()

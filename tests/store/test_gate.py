@@ -10,6 +10,7 @@ from toy_model import FULL, LATENT, MIXED, SLIDING, full_group, sliding_group
 
 from tierkv import CapacityError, InvalidInputError, StoreClosedError
 from tierkv.control_plane.table import GroupTable, Run
+from tierkv.data_plane.extents import Extent, component_views
 from tierkv.data_plane.gate import LayerGate
 from tierkv.data_plane.pool import DevicePool
 from tierkv.devices import open_device
@@ -33,7 +34,8 @@ def test_layers_and_components_tile_a_page(device, spec):
     for group in spec.groups:
         covered = []
         for layer in group.layers:
-            for view in pool.components(layer):
+            place = Extent(group.layer_range(layer)[0], pool.slot_bytes, pool.num_slots, 0)
+            for view in component_views(pool.typed(group.dtype), group, place):
                 pool.memory.zero_()
                 view[2].fill_(1.0)
                 touched = pool.memory[2].nonzero().flatten()

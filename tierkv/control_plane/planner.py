@@ -162,11 +162,24 @@ class Planner:
         self.index.clear_resident(array, tier)
 
     def victims(self, tier: Tier, count: int) -> Victims:
-        """Choose up to ``count`` pages to leave a tier, and pin them."""
+        """Choose up to ``count`` pages to leave a tier, and pin them.
+
+        Leaves first; where there are none left, pages that nobody uses themselves but that
+        pages in use hang below.
+        """
         rows = self.index.victims(tier, count)
+        if count > 0 and not len(rows):
+            rows = self._stranded(tier)[:count]
+            self.index.pin(rows, tier)
         below = sum(1 << t for t in Tier if t > tier)
         clean = (self.index.residency(rows) & below) != 0
         return Victims(clean=rows[clean], dirty=rows[~clean])
+
+    def _stranded(self, tier: Tier) -> Rows:
+        """Return the pages of a tier that are not in use, the deepest first."""
+        rows = self.index.select(within=(tier,))
+        rows = rows[self.index.pins(rows, tier) == 0]
+        return rows[np.argsort(self.index.end_token(rows), kind="stable")[::-1]]
 
     def drop(self, rows: Sequence[int] | Rows) -> list[bytes]:
         """Forget pages that nobody uses, in all tiers; return the keys to delete from disk."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tierkv.identity.spec import GroupKind, LayerGroup
+from tierkv.tiers import Tier
 
 Pages = set[int]
 NO_SLOT = -1
@@ -26,13 +27,16 @@ class GroupTable:
     """Page table of one layer group; page ``j`` covers tokens ``[j*p, (j+1)*p)``.
 
     Attributes:
-        slots: device slot of each page, ``NO_SLOT`` where none is held.
+        slots: slot of each page in the tier that :meth:`tier` says, ``NO_SLOT`` where none
+            is held.
         rows: index row of a committed page, ``PRIVATE`` for the sequence's own pages.
+        spilled: the first so many pages are kept in host memory, the others on the device.
     """
 
     group: LayerGroup
     slots: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
+    spilled: int = 0
     _runs: dict[tuple[int, int], list[Run]] = field(default_factory=dict)
 
     def missing(
@@ -74,7 +78,11 @@ class GroupTable:
 
     def fork(self, pages: int) -> GroupTable:
         """Return a table of the first ``pages`` pages."""
-        return GroupTable(self.group, self.slots[:pages], self.rows[:pages])
+        return GroupTable(self.group, self.slots[:pages], self.rows[:pages], self.spilled)
+
+    def tier(self, page: int) -> Tier:
+        """Return the tier in which page ``page`` is, or would be, kept."""
+        return Tier.HOST if page < self.spilled else Tier.DEVICE
 
     def holds(self, page: int) -> bool:
         """Return whether a slot holds page ``page``."""
@@ -107,25 +115,32 @@ class GroupTable:
         self._runs.clear()
 
     def runs(self, start: int, stop: int) -> list[Run]:
-        """Return the extents that hold the pages touching tokens ``[start, stop)``."""
+        """Return the device extents that hold the pages touching tokens ``[start, stop)``.
+
+        Spilled pages are left out: they have no slot on the device.
+        """
         size = self.group.page_tokens
-        key = (start // size, -(-stop // size))
+        key = (max(start // size, self.spilled), -(-stop // size))
         found = self._runs.get(key)
         if found is None:
             found = self._runs[key] = self._find_runs(*key)
         return found
 
-    def private_slots(self) -> Iterator[int]:
-        """Yield the slots that belong to the sequence alone."""
-        for slot, row in zip(self.slots, self.rows, strict=True):
-            if slot != NO_SLOT and row == PRIVATE:
-                yield slot
+    def private_slots(self, tier: Tier) -> Iterator[int]:
+        """Yield the slots of pages in ``tier`` that are not committed."""
+        for page in self._pages_in(tier):
+            if self.slots[page] != NO_SLOT and self.rows[page] == PRIVATE:
+                yield self.slots[page]
 
-    def shared_rows(self) -> Iterator[int]:
-        """Yield the index rows of the committed pages held."""
-        for slot, row in zip(self.slots, self.rows, strict=True):
-            if slot != NO_SLOT and row != PRIVATE:
-                yield row
+    def shared_rows(self, tier: Tier) -> Iterator[int]:
+        """Yield the index rows of the committed pages held in ``tier``."""
+        for page in self._pages_in(tier):
+            if self.slots[page] != NO_SLOT and self.rows[page] != PRIVATE:
+                yield self.rows[page]
+
+    def _pages_in(self, tier: Tier) -> range:
+        border = min(self.spilled, len(self.slots))
+        return range(border) if tier is Tier.HOST else range(border, len(self.slots))
 
     def _windows(self, tokens: int, floor: int | None) -> Pages:
         """Return the pages that resuming at ``tokens``, or anywhere from ``floor`` on, needs."""

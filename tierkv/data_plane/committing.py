@@ -211,11 +211,16 @@ class Committer:
                 tally.shared += 1
             else:
                 fresh.append((page.page, row))
-        slots = [table.slots[page] for page, _ in fresh]
-        core.planner.install(Tier.DEVICE, [row for _, row in fresh], slots)
-        for (number_in_table, row), slot in zip(fresh, slots, strict=True):
-            table.set(number_in_table, slot, row)
-        core.index.pin(np.asarray([row for _, row in fresh], np.int32), Tier.DEVICE)
+        for tier in (Tier.DEVICE, Tier.HOST):
+            here = [(page, row) for page, row in fresh if table.tier(page) is tier]
+            rows_here = [row for _, row in here]
+            slots = [table.slots[page] for page, _ in here]
+            if tier is Tier.DEVICE:
+                core.fences.put(slots)
+            core.planner.install(tier, rows_here, slots)
+            for (at, row), slot in zip(here, slots, strict=True):
+                table.set(at, slot, row)
+            core.index.pin(np.asarray(rows_here, np.int32), tier)
         self.fresh += [core.index.key(row) for _, row in fresh]
         tally.pages += len(fresh)
         tally.bytes += len(fresh) * core.spec.groups[number].page_bytes
@@ -223,16 +228,18 @@ class Committer:
     def _publish_tail(self, number: int, page: _Page, slot: int | None, tally: _Tally) -> None:
         """Publish a tail page in ``slot``, or hand the sequence's own page over."""
         core, table = self._core, self._tables[number]
-        row = self._insert(number, [page])[0]
+        tier, row = table.tier(page.page), self._insert(number, [page])[0]
         if row < 0 or core.index.residency([row])[0]:
             tally.skipped += row < 0
             tally.shared += row >= 0
             if slot is not None:
-                core.planner.give_back(Tier.DEVICE, [slot])
+                core.planner.give_back(tier, [slot])
             return
         if slot is None:
             slot = table.drop(page.page)
-        core.planner.install(Tier.DEVICE, [row], [slot])
+        if tier is Tier.DEVICE:
+            core.fences.put([slot])
+        core.planner.install(tier, [row], [slot])
         self.fresh.append(page.key)
         tally.tail_pages += 1
         tally.bytes += core.spec.groups[number].page_bytes
@@ -262,7 +269,12 @@ class Committer:
             chain.tail(tokens[:before]) for chain in self._chains if before % chain.page_tokens
         ]
         boundary = core.index.lookup(key_array([self._boundary_key(before, tokens)])).tolist()[0]
-        needed = {row for table in self._tables for row in table.shared_rows()}
+        needed = {
+            row
+            for table in self._tables
+            for tier in (Tier.DEVICE, Tier.HOST)
+            for row in table.shared_rows(tier)
+        }
         windows = [
             row
             for number, group in enumerate(spec.groups)

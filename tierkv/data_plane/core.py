@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tierkv.data_plane.fences import Fences
 from tierkv.identity.keys import key_array
 from tierkv.storage.format import PageInfo
 from tierkv.tiers import Tier
@@ -52,6 +53,11 @@ class Core:
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
     lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @cached_property
+    def fences(self) -> Fences:
+        """What the compute stream may still touch of device slots that changed hands."""
+        return Fences(self.device)
 
     @cached_property
     def settled(self) -> threading.Condition:

@@ -9,116 +9,33 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
-from tierkv.errors import InvalidInputError, SequenceEndedError, StoreClosedError
-from tierkv.identity.spec import GroupKind
+from tierkv.data_plane.extents import Extent
+from tierkv.data_plane.layer_view import LayerView
+from tierkv.devices.base import DeviceError
+from tierkv.errors import InvalidInputError, SequenceEndedError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from tierkv.control_plane.table import GroupTable
     from tierkv.data_plane.pool import DevicePool
+    from tierkv.data_plane.ring import LayerRing
     from tierkv.devices.base import Device, Event
-    from tierkv.identity.spec import LayerGroup
-
-
-class LayerView:
-    """The state of one layer of one sequence, between entering and leaving the gate.
-
-    Shapes: H heads, T tokens, D dim; one tensor a component of the layer's group.
-    """
-
-    __slots__ = ("_components", "_gate", "_layer", "_open", "_table")
-
-    def __init__(self, gate: LayerGate, layer: int) -> None:
-        self._gate = gate
-        self._layer = layer
-        self._table = gate.table(layer)
-        self._components = gate.pool.components(layer)
-        self._open = False
-
-    @property
-    def length(self) -> int:
-        """Tokens of this layer written so far."""
-        return self._gate.written[self._layer]
-
-    def append(self, *states: Tensor) -> None:
-        """Write the states of new tokens into the pages.
-
-        Args:
-            states: one tensor a component, ``[H, T, D]``, in the group's order, dtype and
-                device.
-
-        Raises:
-            InvalidInputError: wrong number, shape, dtype or device.
-            SequenceTooLongError, PoolExhaustedError: no room for the tokens.
-        """
-        self._must_be_open()
-        group = self._table.group
-        count = check_states(group, states, self._components)
-        start = self._gate.make_room(self._layer, count)
-        size = group.page_tokens
-        for page in range(start // size, -(-(start + count) // size)):
-            if not self._table.holds(page):
-                # A sliding layer keeps only the pages that something will resume from.
-                assert group.kind is GroupKind.SLIDING, f"page {page} was not obtained"
-                continue
-            low, high = max(start, page * size), min(start + count, (page + 1) * size)
-            rows = slice(low - page * size, high - page * size)
-            slot = self._table.slots[page]
-            for view, state in zip(self._components, states, strict=True):
-                view[slot, rows] = state[:, low - start : high - start].transpose(0, 1)
-        self._gate.written[self._layer] = start + count
-
-    def read(self) -> tuple[Tensor, ...]:
-        """Return copies ``[H, T, D]`` of what the layer attends to.
-
-        Full and latent groups: all tokens written so far.  Sliding groups: the last
-        ``min(length, window - 1)`` tokens, so read before appending.
-        """
-        self._must_be_open()
-        group, count = self._table.group, self.readable
-        out = tuple(
-            torch.empty((c.heads, count, c.dim), dtype=view.dtype, device=view.device)
-            for view, c in zip(self._components, group.components, strict=True)
-        )
-        self.read_into(out)
-        return out
-
-    @property
-    def readable(self) -> int:
-        """Tokens that :meth:`read` returns now."""
-        return self.length - self._table.group.first_needed(self.length)
-
-    def read_into(self, out: Sequence[Tensor]) -> None:
-        """Copy what :meth:`read` returns into tensors of the same shapes."""
-        self._must_be_open()
-        stop = self.length
-        start = self._table.group.first_needed(stop)
-        for view, tensor in zip(self._components, out, strict=True):
-            _gather(view, self._table, start, stop, tensor)
-
-    def __enter__(self) -> LayerView:
-        """Wait for the layer's transfers."""
-        self._gate.enter(self._layer)
-        self._open = True
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Record the last use."""
-        self._open = False
-        self._gate.leave()
-
-    def _must_be_open(self) -> None:
-        if not self._open:
-            raise StoreClosedError(
-                f"layer {self._layer}: used outside `with gate.layer({self._layer})`"
-            )
 
 
 class LayerGate:
-    """Gives a sequence's layers out, one at a time, each behind its transfers."""
+    """Gives a sequence's layers out, one at a time, each behind its transfers.
+
+    Args:
+        device: whose compute stream the model runs on.
+        pool: where the pages lie.
+        tables: the page table of each layer group.
+        layer_to_group: the group of each model layer.
+        length: tokens that every layer holds.
+        rings: by layer group, the buffers of spilled pages; filled by whoever spills.
+        reserve: called before an append with the first new token and their number.
+        timeout_s: bound of every wait.
+    """
 
     def __init__(
         self,
@@ -130,16 +47,20 @@ class LayerGate:
         *,
         reserve: Callable[[int, int], None],
         timeout_s: float,
+        rings: Mapping[int, LayerRing] | None = None,
     ) -> None:
         self.pool = pool
         self.written = dict.fromkeys(layer_to_group, length)
+        self.checks_order = device.checks_order
         self._device = device
         self._tables = tables
         self._layer_to_group = layer_to_group
         self._reserve = reserve
         self._timeout_s = timeout_s
+        self._rings = rings if rings is not None else {}
         self._arriving: dict[int, list[Event]] = {}
         self._last_use: Event | None = None
+        self._written_from: dict[int, int] = {}
         self._views: dict[int, LayerView] = {}
         self._closed = False
 
@@ -161,7 +82,12 @@ class LayerGate:
             view = self._views[layer] = LayerView(self, layer)
         return view
 
-    def fork(self, tables: Sequence[GroupTable], reserve: Callable[[int, int], None]) -> LayerGate:
+    def fork(
+        self,
+        tables: Sequence[GroupTable],
+        reserve: Callable[[int, int], None],
+        rings: Mapping[int, LayerRing],
+    ) -> LayerGate:
         """Return a gate to the same state in other page tables, when nothing is on its way."""
         assert not self._arriving, "a gate is forked while pages are on their way"
         other = LayerGate(
@@ -172,6 +98,7 @@ class LayerGate:
             self.settled_length(),
             reserve=reserve,
             timeout_s=self._timeout_s,
+            rings=rings,
         )
         other._last_use = self._last_use
         return other
@@ -193,6 +120,8 @@ class LayerGate:
     def crop(self, length: int) -> None:
         """Take back the tokens from ``length`` on."""
         self.written = dict.fromkeys(self.written, length)
+        for ring in self._rings.values():
+            ring.crop(length)
 
     def expect(self, layer: int, event: Event) -> None:
         """Make the next entry into ``layer`` wait for a transfer."""
@@ -201,6 +130,23 @@ class LayerGate:
     def table(self, layer: int) -> GroupTable:
         """Return the page table of a model layer's group."""
         return self._tables[self._layer_to_group[layer]]
+
+    def extents(self, layer: int, start: int, stop: int) -> list[Extent]:
+        """Return where the pages touching tokens ``[start, stop)`` of a layer lie."""
+        group = self._layer_to_group[layer]
+        table, size = self._tables[group], self._tables[group].group.page_tokens
+        found: list[Extent] = []
+        first, last = start // size, -(-stop // size)
+        if first < table.spilled:
+            found += self._rings[group].extents(layer, first, min(last, table.spilled))
+        if last > table.spilled:
+            offset, _ = table.group.layer_range(layer)
+            stride = self.pool.slot_bytes
+            found += [
+                Extent(run.slot * stride + offset, stride, run.pages, run.start)
+                for run in table.runs(start, stop)
+            ]
+        return found
 
     def make_room(self, layer: int, count: int) -> int:
         """Make sure that ``count`` more tokens of a layer fit; return the first one's index."""
@@ -212,7 +158,13 @@ class LayerGate:
                 "layer once; after a forward that ended in the middle, abandon the sequence"
             )
         self._reserve(start, count)
+        self._enter_ring(layer)  # pages may have spilled to make the room
         return start
+
+    def wrote(self, layer: int, start: int, stop: int) -> None:
+        """Record that a layer now holds ``stop`` tokens, those from ``start`` on new."""
+        self.written[layer] = stop
+        self._written_from.setdefault(layer, start)
 
     def arrived(self, layer: int) -> bool:
         """Return whether entering ``layer`` would not have to wait."""
@@ -222,78 +174,71 @@ class LayerGate:
         """Order the compute stream after the transfers of ``layer``."""
         if self._closed:
             raise SequenceEndedError("the sequence has ended; begin a new one")
-        for event in self._arriving.get(layer, ()):
-            self._device.compute.wait(event, self._timeout_s)
-        self._arriving.pop(layer, None)  # only now: after a failure the next entry waits again
+        self._await(layer)
+        self._enter_ring(layer)
 
-    def enter_all(self) -> None:
-        """Order the compute stream after every transfer on its way."""
+    def await_all(self) -> None:
+        """Order the compute stream after every transfer on its way, and write-backs too.
+
+        Raises:
+            DeviceError: one failed or is late.
+        """
         for layer in list(self._arriving):
-            self.enter(layer)
+            self._await(layer)
+        for ring in self._rings.values():
+            stored = ring.stored()
+            if stored is not None and not stored.wait(self._timeout_s):
+                raise DeviceError("spilled pages were not written back in time")
 
-    def leave(self) -> None:
+    def leave(self, layer: int) -> None:
         """Record that the compute stream has used the sequence's slots up to here."""
         self._last_use = self._device.compute.record()
+        ring = self._ring(layer)
+        if ring is not None:
+            stop = self.written[layer]
+            written = range(self._written_from.get(layer, stop), stop)
+            ahead = self.written[ring.following(layer)]
+            ring.leave(layer, self._last_use, written=written, ahead=ahead)
+        self._written_from.pop(layer, None)
 
-    def drain(self) -> bool:
-        """Wait until no transfer or computation touches the slots; False when late."""
+    def touch(
+        self, layer: int, *, reads: Sequence[Tensor] = (), writes: Sequence[Tensor] = ()
+    ) -> None:
+        """Tell a device that checks the order what the compute stream does to a layer."""
+        if self.checks_order:
+            self._device.compute.use(f"attention of layer {layer}", reads=reads, writes=writes)
+
+    def events(self) -> list[Event]:
+        """Return the events after which no transfer or computation touches the slots."""
         events = [e for waiting in self._arriving.values() for e in waiting]
-        if self._last_use is not None:
-            events.append(self._last_use)
-        self._arriving.clear()
-        late = [event for event in events if not event.wait(self._timeout_s)]
-        return not late
+        events += [e for ring in self._rings.values() for e in ring.events()]
+        return events if self._last_use is None else [*events, self._last_use]
 
     def close(self) -> None:
         """Refuse every later use."""
         self._closed = True
 
+    def _await(self, layer: int) -> None:
+        for event in self._arriving.get(layer, ()):
+            self._device.compute.wait(event, self._timeout_s)
+        self._arriving.pop(layer, None)  # only now: after a failure the next entry waits again
 
-def check_states(group: LayerGroup, states: Sequence[Tensor], views: Sequence[Tensor]) -> int:
-    """Return the token count of new states after checking them against the group."""
-    if len(states) != len(group.components):
-        raise InvalidInputError(
-            f"layer group {group.name!r}: expected {len(group.components)} tensors "
-            f"({', '.join(c.name for c in group.components)}), got {len(states)}"
-        )
-    count = int(states[0].shape[1]) if states[0].dim() == 3 else 0
-    for component, state, view in zip(group.components, states, views, strict=True):
-        expected = (component.heads, count, component.dim)
-        if state.dim() != 3 or tuple(state.shape) != expected or not count:
-            raise InvalidInputError(
-                f"layer group {group.name!r}, {component.name}: expected shape [heads="
-                f"{component.heads}, tokens >= 1, dim={component.dim}], got {tuple(state.shape)}"
-            )
-        if state.dtype != view.dtype or state.device != view.device:
-            raise InvalidInputError(
-                f"layer group {group.name!r}, {component.name}: the pool holds {view.dtype} on "
-                f"{view.device}, got {state.dtype} on {state.device}"
-            )
-    return count
+    def _ring(self, layer: int) -> LayerRing | None:
+        group = self._layer_to_group[layer]
+        return self._rings.get(group) if self._tables[group].spilled else None
+
+    def _enter_ring(self, layer: int) -> None:
+        ring = self._ring(layer)
+        if ring is not None:
+            ring.enter(layer, self.written[layer])
 
 
-def _gather(view: Tensor, table: GroupTable, start: int, stop: int, out: Tensor) -> None:
-    """Copy tokens [start, stop) out of the pages into ``out``, ``[H, T, D]``."""
-    size = table.group.page_tokens
-    for run in table.runs(start, stop) if stop > start else ():
-        low, high = max(start, run.start), min(stop, run.start + run.pages * size)
-        # Whole pages of an extent go in one strided copy, ragged ends apart.
-        head = min(high, -(-low // size) * size)
-        tail = max(head, high // size * size)
-        for a, b in ((low, head), (head, tail), (tail, high)):
-            if b > a:
-                _copy_span(view, run.slot, run.start, size, a, b, out[:, a - start : b - start])
-
-
-def _copy_span(
-    view: Tensor, slot: int, base: int, size: int, low: int, high: int, out: Tensor
-) -> None:
-    """Copy tokens [low, high): either whole pages, or a part of one page."""
-    page, offset = divmod(low - base, size)
-    pages, rest = divmod(high - low, size)
-    if rest or offset:
-        rows = view[slot + page, offset : offset + high - low]
-        out.copy_(rows.transpose(0, 1))
-        return
-    source = view[slot + page : slot + page + pages]  # [pages, rows, heads, dim]
-    out.view(out.shape[0], pages, size, out.shape[2]).copy_(source.permute(2, 0, 1, 3))
+def drain(events: Sequence[Event], timeout_s: float) -> bool:
+    """Wait for events; False when one failed or is late."""
+    good = True
+    for event in events:
+        try:
+            good &= event.wait(timeout_s if good else 0.0)
+        except DeviceError:
+            good = False
+    return good

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from tierkv.control_plane.match import Match, match
+from tierkv.control_plane.spilling import pages_needed, plan_spill
 from tierkv.control_plane.table import PRIVATE, GroupTable
 from tierkv.data_plane.claims import Claims
 from tierkv.data_plane.fetching import Fetcher, FetchOutcome
@@ -69,6 +70,7 @@ class Loaded:
         arrivals: what is still on its way.
         resumed: where the turn ended whose tail pages were resumed from, 0 when none were.
         found: tokens by the tier that held them.
+        spill: pages of each group that must stay in host memory for all tokens to fit.
     """
 
     tokens: int
@@ -76,6 +78,7 @@ class Loaded:
     arrivals: list[Arrival] = field(default_factory=list)
     resumed: int = 0
     found: Found = field(default_factory=Found)
+    spill: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +118,30 @@ class Loader:
         self._core = core
         self._transfers = transfers
         self._fetcher = Fetcher(core, transfers)
+        self._low_fetcher = Fetcher(core, transfers, memory=(Tier.HOST,))
         self._stream = core.device.stream("load")
         self._arriving: dict[int, Arrival] = {}
 
-    def load(self, chains: Sequence[KeyChain], tokens: TokenArray, limit: int) -> Loaded:
+    def load(
+        self,
+        chains: Sequence[KeyChain],
+        tokens: TokenArray,
+        limit: int,
+        *,
+        total: int = 0,
+        device_limit: int | None = None,
+    ) -> Loaded:
         """Load the longest reusable prefix of at most ``limit`` tokens.
 
         Less, if need be none of it, where disk, host memory or pool cannot give more now.
+
+        Args:
+            chains: key chain of each group.
+            tokens: the prompt.
+            limit: longest prefix wanted.
+            total: tokens that the sequence will have in the end; where the device cannot
+                hold them all, the first pages stay in host memory.
+            device_limit: most device slots that the sequence may take.
         """
         deadline = self._core.deadline()
         within, origin = _ANYWHERE, dict[int, Tier]()
@@ -132,7 +152,8 @@ class Loader:
             for row, tier in claims.tiers().items():
                 origin.setdefault(row, tier)
             try:
-                loaded, outcome = self._bring_in(found, claims, deadline)
+                spill = self._spill(found, claims, max(total, len(tokens)), device_limit)
+                loaded, outcome = self._bring_in(found, claims, spill, deadline)
             except BaseException:
                 claims.release()
                 raise
@@ -190,13 +211,24 @@ class Loader:
             return found, claims
 
     def _bring_in(
-        self, found: Match, claims: Claims, deadline: float
+        self, found: Match, claims: Claims, spill: list[int], deadline: float
     ) -> tuple[Loaded | None, FetchOutcome]:
         """Load matched pages; None when one of them turned out not to be there."""
         core = self._core
         partial = [int(g.rows[-1]) for g in found.groups if g.partial]
+        tables = [GroupTable(g) for g in core.spec.groups]
+        low: list[int] = []
+        for table, group, count in zip(tables, found.groups, spill, strict=True):
+            table.spilled = min(count, len(group.rows) - group.partial)
+            low += group.rows[: table.spilled].tolist()
+        outcome = self._keep_low(low, claims, deadline)
+        if outcome is not FetchOutcome.READY:
+            return None, outcome
+        elsewhere = {*low, *partial}
         absent = [
-            row for row, t in claims.tiers().items() if t is not Tier.DEVICE and row not in partial
+            row
+            for row, tier in claims.tiers().items()
+            if tier is not Tier.DEVICE and row not in elsewhere
         ]
         wanted = absent + partial
         slots = self._transfers.obtain(Tier.DEVICE, len(wanted), deadline=deadline)
@@ -204,7 +236,7 @@ class Loader:
             return None, FetchOutcome.NO_ROOM
         spare = dict(zip(wanted, slots, strict=True))
         private: dict[int, int] = {}
-        loaded = Loaded(found.tokens, [GroupTable(g) for g in core.spec.groups])
+        loaded = Loaded(found.tokens, tables, spill=spill)
         try:
             outcome = self._copy_in(loaded, wanted, spare, private, claims, set(partial), deadline)
         except BaseException:
@@ -217,6 +249,45 @@ class Loader:
             core.planner.give_back(Tier.DEVICE, spare.values())
         self._fill_tables(loaded, found, private)
         return loaded, outcome
+
+    def _spill(
+        self, found: Match, claims: Claims, total: int, device_limit: int | None
+    ) -> list[int]:
+        """Return how many pages of each group stay in host memory."""
+        core, groups = self._core, self._core.spec.groups
+        copied = {int(group.rows[-1]) for group in found.groups if group.partial}
+        with core.lock:
+            # What was found in memory is pinned, by this load at least, but it is there.
+            tiers = claims.tiers()
+            there, low = (list(tiers.values()).count(t) for t in (Tier.DEVICE, Tier.HOST))
+            device = there + self._transfers.obtainable(Tier.DEVICE)
+            host = low + self._transfers.obtainable(Tier.HOST)
+            beside = sum(tiers[row] is Tier.DEVICE for row in copied)
+        pages = pages_needed(core.spec, total)
+        device = device if device_limit is None else min(device, device_limit)
+        spill = plan_spill(groups, pages, fixed=0, device=device, host=host)
+        if spill and any(spill):  # then make room for copies of pages used in part as well
+            spill = plan_spill(groups, pages, fixed=beside, device=device, host=host) or spill
+        return spill or [0] * len(groups)
+
+    def _keep_low(self, rows: list[int], claims: Claims, deadline: float) -> FetchOutcome:
+        """Bring pages into host memory, where they stay for as long as the sequence runs."""
+        core = self._core
+        with core.lock:
+            on_device = [row for row in rows if claims.tier(row) is Tier.DEVICE]
+            there = [row for row in on_device if core.is_in(row, Tier.HOST)]
+            alone = [row for row in on_device if not core.is_in(row, Tier.HOST)]
+            claims.move(there, Tier.HOST)
+            self._transfers.let_go(np.asarray(there, np.int32))
+        if alone:
+            copied = self._transfers.copy_to_host(np.asarray(alone, np.int32), deadline)
+            with core.lock:
+                claims.move(copied.tolist(), Tier.HOST)
+                core.index.unpin(copied, Tier.HOST)
+                self._transfers.let_go(copied)
+            if len(copied) < len(alone):
+                return FetchOutcome.NO_ROOM
+        return self._low_fetcher.fetch(rows, claims, deadline)
 
     def _copy_in(
         self,
@@ -261,6 +332,8 @@ class Loader:
             ]
             copied = [*rows, *resumed]
             targets = [spare.pop(row) for row in copied]
+            fenced = [*targets, *self._on_device(claims, copied)]
+            core.fences.order(self._stream, fenced, core.timeout_s)
             moves = _Moves.of(core, copied, [claims.tier(row) for row in copied], targets)
             sources.add({row: claims.tier(row) for row in copied})
             claims.end(resumed)
@@ -274,6 +347,12 @@ class Loader:
             arrival = Arrival(rows, sources, self._copy_layers(moves))
             self._arriving.update(dict.fromkeys(rows, arrival))
         return arrival
+
+    def _on_device(self, claims: Claims, rows: list[int]) -> list[int]:
+        """Return the device slots that pages are copied from."""
+        above = [row for row in rows if claims.tier(row) is Tier.DEVICE]
+        slots: list[int] = self._core.index.slot(above, Tier.DEVICE).tolist()
+        return slots
 
     def _copy_layers(self, moves: list[_Moves]) -> dict[int, Event]:
         """Enqueue the copies layer by layer, one event a layer."""
@@ -312,8 +391,10 @@ class Loader:
                         if core.index.flags([row])[0] & PAGE_TAIL:
                             loaded.resumed = int(core.index.end_token([row])[0])
                     else:
-                        table.set(page, core.slot(row, Tier.DEVICE), row)
-                        self._join(loaded, row)
+                        tier = table.tier(page)
+                        table.set(page, core.slot(row, tier), row)
+                        if tier is Tier.DEVICE:
+                            self._join(loaded, row)
 
     def _join(self, loaded: Loaded, row: int) -> None:
         """Wait, behind the gate, for pages that another sequence is bringing in."""

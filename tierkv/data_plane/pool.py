@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
 
 class DevicePool:
-    """Page slots in device memory and typed views of their layers.
+    """Page slots in device memory.
 
     It owns memory, not decisions: which slot holds what is the planner's business.
+
+    Attributes:
+        memory: the slots, uint8 ``[num_slots, slot_bytes]``.
+        flat: the same bytes in one dimension.
 
     Args:
         device: where the memory lives.
@@ -42,36 +46,16 @@ class DevicePool:
             )
         self.slot_bytes = slot_bytes
         self.memory: Tensor = device.allocate(self.num_slots, slot_bytes)
-        self._spec = spec
-        self._views = {
-            layer: self._component_views(group, layer)
-            for group in range(len(spec.groups))
-            for layer in spec.groups[group].layers
-            if self.num_slots
-        }
+        self.flat = self.memory.view(-1)
+        self._typed: dict[str, Tensor] = {}
 
     def page(self, slot: int) -> Tensor:
         """Return the bytes of a slot, ``[slot_bytes]``."""
         return self.memory[slot]
 
-    def layer_range(self, slot: int, layer: int) -> Tensor:
-        """Return the bytes of one model layer inside a slot."""
-        group = self._spec.groups[self._spec.layer_to_group[layer]]
-        offset, size = group.layer_range(layer)
-        return self.memory[slot, offset : offset + size]
-
-    def components(self, layer: int) -> tuple[Tensor, ...]:
-        """Return views ``[slots, rows, heads, dim]`` of a model layer's components."""
-        return self._views[layer]
-
-    def _component_views(self, group_index: int, layer: int) -> tuple[Tensor, ...]:
-        group = self._spec.groups[group_index]
-        dtype: torch.dtype = getattr(torch, group.dtype)
-        typed = self.memory.view(dtype)
-        start = group.layer_range(layer)[0] // dtype.itemsize
-        views = []
-        for component, offset in zip(group.components, group.component_offsets, strict=True):
-            at = start + offset // dtype.itemsize
-            span = typed[:, at : at + group.rows * component.elements]
-            views.append(span.view(self.num_slots, group.rows, component.heads, component.dim))
-        return tuple(views)
+    def typed(self, dtype: str) -> Tensor:
+        """Return the whole memory as a flat tensor of a group's dtype."""
+        found = self._typed.get(dtype)
+        if found is None:
+            found = self._typed[dtype] = self.flat.view(getattr(torch, dtype))
+        return found

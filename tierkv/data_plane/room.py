@@ -1,9 +1,16 @@
-"""Whether sequences fit into the device pool, and the arithmetic when they do not."""
+"""Whether sequences fit into device pool and host tier, and the arithmetic when they do not."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tierkv.control_plane.spilling import (
+    can_spill,
+    fits,
+    longest_that_fits,
+    pages_needed,
+    pages_per_ring_slot,
+)
 from tierkv.errors import PoolExhaustedError, SequenceTooLongError
 from tierkv.tiers import Tier
 from tierkv.units import format_bytes, suggest_bytes
@@ -12,32 +19,53 @@ if TYPE_CHECKING:
     from tierkv.data_plane.core import Core
 
 
-def check_fits(core: Core, tokens: int) -> None:
-    """Refuse a sequence that an empty device pool could not hold.
+def check_fits(core: Core, tokens: int, device_pages: int | None = None) -> None:
+    """Refuse a sequence that an empty device pool and host tier could not hold.
+
+    Args:
+        core: the store's parts.
+        tokens: tokens of the sequence in the end.
+        device_pages: most pages of the pool that it may take.
 
     Raises:
         SequenceTooLongError: with the arithmetic.
     """
-    spec, slots = core.spec, core.pool.num_slots
-    needed = spec.pages_for(tokens)
-    if needed > slots:
-        parts = " + ".join(
-            f"{len(g.needed_pages(tokens))} of {g.name!r} ({g.page_tokens} tokens each)"
-            for g in spec.groups
-        )
-        raise SequenceTooLongError(
-            f"sequence of {tokens} tokens: needs {needed} pages ({parts}) of "
-            f"{format_bytes(spec.slot_bytes)} = {format_bytes(needed * spec.slot_bytes)}, but the "
-            f"device pool has {slots} ({format_bytes(slots * spec.slot_bytes)}); give "
-            f"device='{suggest_bytes(needed * spec.slot_bytes)}' or more, or shorten the sequence"
-        )
+    spec, host = core.spec, core.planner.capacity(Tier.HOST)
+    device = core.pool.num_slots
+    if device_pages is not None:
+        device = min(device, device_pages)
+    if fits(spec, tokens, device=device, host=host):
+        return
+    pages = pages_needed(spec, tokens)
+    needed = sum(pages)
+    parts = " + ".join(
+        f"{count} of {g.name!r} ({g.page_tokens} tokens each)"
+        for g, count in zip(spec.groups, pages, strict=True)
+    )
+    rings = ", ".join(
+        f"{pages_per_ring_slot(g)} of {g.name!r}" for g in spec.groups if can_spill(g)
+    )
+    spilling = (
+        f"The host tier can keep {host} more ({format_bytes(host * spec.slot_bytes)}), each page "
+        f"of the pool then streaming {rings}: that makes "
+        f"{longest_that_fits(spec, device=device, host=host)} tokens in all"
+        if rings
+        else "No layer group has layers enough to stream its pages from host memory"
+    )
+    raise SequenceTooLongError(
+        f"sequence of {tokens} tokens: needs {needed} pages ({parts}) of "
+        f"{format_bytes(spec.slot_bytes)} = {format_bytes(needed * spec.slot_bytes)}, but the "
+        f"device pool has {device} ({format_bytes(device * spec.slot_bytes)}). {spilling}. Give "
+        f"device='{suggest_bytes(needed * spec.slot_bytes)}' or more"
+        f"{', give a larger host=' if rings else ''}, or shorten the sequence"
+    )
 
 
 def no_room(core: Core, tokens: int, pages: int) -> PoolExhaustedError:
     """Return the error for a sequence that got no ``pages`` pages for ``tokens`` tokens in all.
 
     Raises:
-        SequenceTooLongError: it would not fit into an empty pool either.
+        SequenceTooLongError: it would not fit into an empty pool and host tier either.
     """
     check_fits(core, tokens)
     with core.lock:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierkv.data_plane.reads import Reads
 from tierkv.data_plane.writing import PageWriter
 from tierkv.devices.base import CopyOp, DeviceError
 from tierkv.tiers import Tier
@@ -35,7 +36,8 @@ class Transfers:
         self._staging = list(core.staging_slots)
         # Pages on their way down, by the tier whose slots will come free.
         self._moving = {Tier.DEVICE: 0, Tier.HOST: 0}
-        self._limbo: list[tuple[Callable[[], bool], Callable[[], None], int]] = []
+        self._limbo: list[tuple[Callable[[], bool], Callable[[], None]]] = []
+        self.reads = Reads(core, self.when)
 
     def obtain(
         self, tier: Tier, count: int, *, deadline: float, near: int | None = None
@@ -56,13 +58,29 @@ class Transfers:
                 batch = min(_BATCH_PAGES, planner.capacity(tier) // 8)
                 victims = planner.victims(tier, max(short, batch))
                 chosen = len(victims.clean) + len(victims.dirty)
-                if not chosen and not self._wait_for_moves(tier, deadline):
-                    return None
                 self._moving[tier] += chosen
+                coming = bool(chosen) or self._wait_for_moves(tier, deadline)
             if chosen:
                 self._evict(tier, victims, deadline)
+            elif not coming and (tier is Tier.DEVICE or not self.reads.wait_for_room(deadline)):
+                return None
             # A last look after the deadline: what could not be moved down was dropped.
             late = core.clock() > deadline
+
+    def obtain_now(self, tier: Tier, count: int) -> list[int]:
+        """Return up to ``count`` held slots of a memory tier, without waiting.
+
+        Pages that a lower tier holds make room, but no others.  Call with the lock held.
+        """
+        self._reap()
+        planner = self._core.planner
+        short = count - planner.free(tier)
+        if short > 0:
+            victims = planner.victims(tier, short)
+            self._core.index.unpin(victims.dirty, tier)
+            self._moving[tier] += len(victims.clean)
+            self._release(tier, victims.clean)
+        return planner.take(tier, min(count, planner.free(tier))) or []
 
     def write_down(self, rows: Rows, *, then_evict: bool) -> WriteTicket | None:
         """Start writing host-resident, pinned pages to disk; the pins end with the write.
@@ -92,7 +110,9 @@ class Transfers:
         for start in range(0, len(rows), len(core.staging_slots)):
             batch = rows[start : start + len(core.staging_slots)]
             slots = self._take_staging(len(batch), deadline) if core.disk is not None else None
-            if slots is None or not self._copy_down(batch, slots, deadline, self._give_staging):
+            if slots is None or not self._copy_down(
+                self._device_slots(batch), slots, deadline, self._give_staging
+            ):
                 with core.lock:
                     self._release(Tier.DEVICE, batch, evict=then_evict)
                 continue
@@ -129,14 +149,25 @@ class Transfers:
                 fits = min(core.planner.free(Tier.HOST), len(rows))
                 slots = core.planner.take(Tier.HOST, fits) or []
         moved = rows[: len(slots)]
-        give_back = partial(core.planner.give_back, Tier.HOST)
-        if not self._copy_down(moved, slots, deadline, give_back):
+        if not self.copy_slots_down(self._device_slots(moved), slots, deadline):
             return moved[:0]
         with core.lock:
             core.planner.install(Tier.HOST, moved, slots)
             core.index.pin(moved, Tier.HOST)
             core.count_bytes(moved, Tier.DEVICE, Tier.HOST)
         return moved
+
+    def let_go(self, rows: Rows) -> None:
+        """Drop device copies that nobody uses of pages that host memory holds.
+
+        Their descendants may be in use, and then eviction, which takes leaves first, would
+        not come to them.  Call with the lock held.
+        """
+        index = self._core.index
+        unused = rows[
+            (index.residency(rows) >> Tier.DEVICE & 1 == 1) & (index.pins(rows, Tier.DEVICE) == 0)
+        ]
+        self._core.planner.evict(Tier.DEVICE, unused)
 
     def obtainable(self, tier: Tier) -> int:
         """Return how many slots ``obtain`` could free at most.  Call with the lock held.
@@ -169,14 +200,30 @@ class Transfers:
         """Raise AssertionError when a move was lost."""
         with self._core.lock:
             assert min(self._moving.values()) >= 0, f"{self._moving} pages moving"
+            self.reads.check()
             free = len(set(self._staging))
             assert free == len(self._staging) <= len(self._core.staging_slots), "staging slots"
+
+    def when(self, over: Callable[[], bool], act: Callable[[], None]) -> None:
+        """Do something once ``over()``: now, or before room is next looked for.
+
+        Call with the lock held; ``act`` runs with it held as well.
+        """
+        if over():
+            act()
+        else:
+            self._limbo.append((over, act))
 
     def park(
         self, over: Callable[[], bool], slots: list[int], give_back: Callable[[list[int]], None]
     ) -> None:
         """Keep slots out of use until ``over()``, then give them back.  Call with the lock held."""
-        self._limbo.append((over, partial(give_back, slots), len(slots)))
+        self.when(over, partial(give_back, slots))
+
+    def copy_slots_down(self, sources: list[int], slots: list[int], deadline: float) -> bool:
+        """Copy device slots into held slots of host memory; give those back if that failed."""
+        give_back = partial(self._core.planner.give_back, Tier.HOST)
+        return self._copy_down(sources, slots, deadline, give_back)
 
     def _evict(self, tier: Tier, victims: Victims, deadline: float) -> None:
         core = self._core
@@ -232,22 +279,26 @@ class Transfers:
     def _give_staging(self, slots: list[int]) -> None:
         self._staging += slots
 
+    def _device_slots(self, rows: Rows) -> list[int]:
+        with self._core.lock:
+            slots: list[int] = self._core.index.slot(rows, Tier.DEVICE).tolist()
+            return slots
+
     def _copy_down(
         self,
-        rows: Rows,
+        sources: list[int],
         slots: list[int],
         deadline: float,
         give_back: Callable[[list[int]], None],
     ) -> bool:
-        """Copy device pages into slots of host memory; give those back if that failed."""
+        """Copy device slots into slots of host memory; give those back if that failed."""
         core = self._core
-        with core.lock:
-            sources = core.index.slot(rows, Tier.DEVICE).tolist()
         ops = [
             CopyOp(core.host_memory[target], core.pool.page(source))
             for target, source in zip(slots, sources, strict=True)
         ]
         with core.lock:  # an event tells of the failures since the one before: keep ours apart
+            core.fences.order(self._save, sources, core.timeout_s)
             self._save.copy(ops)
             event = self._save.record()
         try:
