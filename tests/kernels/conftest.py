@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,7 +47,8 @@ def run_child(config, items):
     """Run tests of one file in children and return {node id: (outcome, report)}."""
     results = {}
     left = [item.nodeid for item in items]
-    report = config.cache.mkdir("kernels") / f"{items[0].path.stem}-{os.getpid()}.jsonl"
+    folder = tempfile.TemporaryDirectory(prefix="kernel-tests-")
+    report = Path(folder.name) / "report.jsonl"
     while left:
         report.unlink(missing_ok=True)
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--durations=0", *left]
@@ -73,7 +75,6 @@ def run_child(config, items):
                 started = event["id"]
             else:
                 results[event["id"]] = (event["outcome"], event["text"])
-        report.unlink(missing_ok=True)
         left = [node for node in left if node not in results]
         if left:
             # Whichever was under way is to blame, else the first.
@@ -81,6 +82,7 @@ def run_child(config, items):
             text = f"the child process {end} in this test\n{output}"
             results[blamed] = ("failed", text)
             left.remove(blamed)
+    folder.cleanup()
     return results
 
 

@@ -178,9 +178,7 @@ REFUSED = {
         "leave room",
     ),
     "page that is not there": (
-        lambda: dequantise(
-            data(), HERE, memory(), HERE - 1, layout=LAYOUT, quantised=QUANTISED
-        ),
+        lambda: dequantise(data(), HERE, memory(), HERE - 1, layout=LAYOUT, quantised=QUANTISED),
         InvalidInputError,
         "must be there",
     ),
