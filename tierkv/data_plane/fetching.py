@@ -1,11 +1,9 @@
-"""Reads pages from the disk tier into host memory, joining reads already in flight."""
+"""Brings pages from the disk tier into host memory before they count as found."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
-from functools import partial
 from typing import TYPE_CHECKING
 
 from tierkv.storage.types import ReadStatus
@@ -14,7 +12,10 @@ from tierkv.tiers import Tier
 if TYPE_CHECKING:
     from tierkv.data_plane.claims import Claims
     from tierkv.data_plane.core import Core
+    from tierkv.data_plane.reads import Read
     from tierkv.data_plane.transfer import Transfers
+
+_BAD = (ReadStatus.MISS, ReadStatus.CORRUPT)
 
 
 class FetchOutcome(Enum):
@@ -37,36 +38,39 @@ class Fetcher:
     ) -> None:
         self._core = core
         self._transfers = transfers
+        self._reads = transfers.reads
         self._memory = tuple(memory)  # the tiers whose copies will do, the best first
-        self._reading: dict[int, threading.Event] = {}
 
     def fetch(self, rows: Sequence[int], claims: Claims, deadline: float) -> FetchOutcome:
         """Bring claimed pages into memory; claims move with them."""
-        core = self._core
+        core, reads = self._core, self._reads
         with core.lock:
-            absent = self._settle_claims(rows, claims)
-            joined = {row: self._reading[row] for row in absent if row in self._reading}
-            mine = [row for row in absent if row not in joined]
-            over = threading.Event()
-            self._reading.update(dict.fromkeys(mine, over))
-            core.counters.delay_hits += len(joined)
+            absent = self.settle_claims(rows, claims)
+            if not absent:
+                return FetchOutcome.READY
+            if core.disk is None:
+                return FetchOutcome.UNREADABLE
+            needed, own = self.enlist(absent, claims, deadline)
         try:
-            outcome = self._read(mine, deadline) if mine else FetchOutcome.READY
+            if own is not None:
+                self.start(own, deadline)
+            for read in needed:
+                reads.wait(read, deadline)
         finally:
             with core.lock:
-                for row in mine:
-                    del self._reading[row]
-            over.set()
-        if outcome is not FetchOutcome.READY:
-            return outcome
-        for event in joined.values():
-            event.wait(max(0.0, deadline - core.clock()))
+                reads.leave(needed)
         with core.lock:
-            missing = self._settle_claims(absent, claims)
-        return FetchOutcome.UNREADABLE if missing else FetchOutcome.READY
+            outcome = judge(needed, absent)
+            missing = self.settle_claims(absent, claims)
+        lost = outcome is FetchOutcome.READY and missing
+        return FetchOutcome.UNREADABLE if lost else outcome
 
-    def _settle_claims(self, rows: Sequence[int], claims: Claims) -> list[int]:
-        """Move claims to the nearest copies in memory; return the pages that have none."""
+    def settle_claims(self, rows: Sequence[int], claims: Claims) -> list[int]:
+        """Move claims to the nearest copies in memory; return the pages that have none.
+
+        Call with the lock held.
+        """
+        self._reads.note_use(rows)
         residency = self._core.index.residency(rows).tolist()
         absent = list(rows)
         for tier in self._memory:
@@ -75,54 +79,36 @@ class Fetcher:
             absent = [row for row in absent if row not in set(there)]
         return absent
 
-    def _read(self, rows: list[int], deadline: float) -> FetchOutcome:
-        core = self._core
-        if core.disk is None:
-            return FetchOutcome.UNREADABLE
-        slots = self._transfers.obtain(Tier.HOST, len(rows), deadline=deadline)
-        if slots is None:
-            return FetchOutcome.UNREADABLE
-        with core.lock:
-            keys = [core.index.key(row) for row in rows]
-            places = [
-                core.arena.slot(slot)[: core.page_bytes(row)]
-                for row, slot in zip(rows, slots, strict=True)
-            ]
-        ticket = core.disk.submit_read(keys, places, namespace=core.namespace.digest)
-        statuses = ticket.wait(max(0.0, deadline - core.clock()))
-        outcome = self._take_in(rows, slots, statuses)
-        late = [slot for slot, s in zip(slots, statuses, strict=True) if s is ReadStatus.TIMEOUT]
-        if late:  # the device may still write there
-            with core.lock:
-                self._transfers.park(
-                    ticket.settled, late, partial(core.planner.give_back, Tier.HOST)
-                )
-        return outcome
+    def enlist(
+        self, absent: Sequence[int], claims: Claims, deadline: float
+    ) -> tuple[list[Read], Read | None]:
+        """Use the reads of these pages that are under way, and open one of the others.
 
-    def _take_in(
-        self, rows: list[int], slots: list[int], statuses: Sequence[ReadStatus]
-    ) -> FetchOutcome:
-        """Publish verified pages, forget bad ones, give all other slots back but late ones."""
-        core = self._core
-        outcome = FetchOutcome.READY
-        good: list[tuple[int, int]] = []
-        with core.lock:
-            for row, slot, status in zip(rows, slots, statuses, strict=True):
-                if status is ReadStatus.HIT:
-                    good.append((row, slot))
-                    continue
-                if status is not ReadStatus.TIMEOUT:
-                    core.planner.give_back(Tier.HOST, [slot])
-                if status in (ReadStatus.MISS, ReadStatus.CORRUPT):
-                    core.planner.evict(Tier.DISK, [row])
-                    core.counters.disk_misses += status is ReadStatus.MISS
-                    core.counters.disk_corrupt += status is ReadStatus.CORRUPT
-                    if outcome is FetchOutcome.READY:
-                        outcome = FetchOutcome.GONE
-                else:
-                    core.counters.disk_errors += status is not ReadStatus.TIMEOUT
-                    core.counters.disk_timeouts += status is ReadStatus.TIMEOUT
-                    outcome = FetchOutcome.UNREADABLE
-            core.planner.install(Tier.HOST, [row for row, _ in good], [slot for _, slot in good])
-            core.count_bytes([row for row, _ in good], Tier.DISK, Tier.HOST)
-        return outcome
+        The claims are on the host copies to come.  Call with the lock held.
+
+        Returns:
+            All reads in use, to be left in the end; and the one that is still to be started.
+        """
+        joined = self._reads.join(absent)
+        known = {row for rows in joined.values() for row in rows}
+        self._core.counters.delay_hits += len(known)
+        mine = [row for row in absent if row not in known]
+        own = self._reads.open(mine, deadline) if mine else None
+        claims.move(absent, Tier.HOST)
+        return ([*joined] if own is None else [*joined, own]), own
+
+    def start(self, read: Read, deadline: float, *, in_parts: bool = False) -> None:
+        """Start a read once there are host slots for it; it is over where there are none."""
+        slots = self._transfers.obtain(Tier.HOST, len(read.rows), deadline=deadline)
+        self._reads.start(read, slots, in_parts=in_parts)
+
+
+def judge(reads: Iterable[Read], rows: Iterable[int]) -> FetchOutcome:
+    """Return what became of pages in these reads.  Call with the lock held."""
+    outcomes = {row: read.outcome.get(row) for read in reads for row in read.rows if read.over}
+    statuses = {outcomes.get(row) for row in rows}
+    if statuses <= {ReadStatus.HIT}:
+        return FetchOutcome.READY
+    if statuses <= {ReadStatus.HIT, *_BAD}:
+        return FetchOutcome.GONE
+    return FetchOutcome.UNREADABLE

@@ -57,6 +57,9 @@ class PageWriter:
                 end(refused)
         if not pages:
             return None
+        if core.device.checks_order:
+            given = [core.host_memory[slot] for slot in slots[: len(pages)]]
+            core.device.host_use("disk write", reads=given)
         ticket = core.disk.put(pages)
         ticket.add_done_callback(lambda statuses: self._ended(started, statuses, end))
         return ticket
