@@ -1,13 +1,13 @@
 """Brings a prompt's reusable prefix into the device pool.
 
 Pages from disk are read and verified in host memory before they count as found; the
-copies from host memory to the device run behind the layer gate.
+copies from host memory to the device run behind the layer gate.  For callers that can
+start over with less, the reads run behind the gate as well (``staged.py``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -16,48 +16,23 @@ import numpy as np
 from tierkv.control_plane.match import Match, match
 from tierkv.control_plane.spilling import pages_needed, plan_spill
 from tierkv.control_plane.table import PRIVATE, GroupTable
+from tierkv.data_plane.arrivals import Arrival, HostArrival, LoadMeter, await_events
+from tierkv.data_plane.bringing import Lane, Move
 from tierkv.data_plane.claims import Claims
 from tierkv.data_plane.fetching import Fetcher, FetchOutcome
-from tierkv.devices.base import CopyOp, DeviceError
 from tierkv.stats import Found
 from tierkv.storage.format import PAGE_TAIL
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
+    from tierkv.control_plane.load_plan import LoadPlan
     from tierkv.data_plane.core import Core
     from tierkv.data_plane.transfer import Transfers
-    from tierkv.devices.base import Event
     from tierkv.identity.keys import KeyChain, TokenArray
 
 _IN_MEMORY = 1 << Tier.DEVICE | 1 << Tier.HOST
 _ANYWHERE = _IN_MEMORY | 1 << Tier.DISK | 1 << Tier.REMOTE
 _MAX_ATTEMPTS = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """Pages on their way into the pool, layer by layer.
-
-    Attributes:
-        rows: committed pages that became device-resident with this arrival.
-        sources: the pinned copies read from, to be released when all is over.
-        events: by model layer, done when the layer has arrived.
-    """
-
-    rows: list[int]
-    sources: Claims
-    events: Mapping[int, Event]
-
-    def done(self) -> bool:
-        """Return whether all layers have arrived or failed."""
-        return all(event.done() for event in self.events.values())
-
-    def failed(self) -> bool:
-        """Return whether a copy failed or is not over."""
-        try:
-            return not all(event.wait(0.0) for event in self.events.values())
-        except DeviceError:
-            return True
 
 
 @dataclass(slots=True)
@@ -71,44 +46,20 @@ class Loaded:
         resumed: where the turn ended whose tail pages were resumed from, 0 when none were.
         found: tokens by the tier that held them.
         spill: pages of each group that must stay in host memory for all tokens to fit.
+        meter: what the load takes.
+        plan: what was weighed, None where nothing was.
+        front: tokens that are to be computed while the pages behind them arrive.
     """
 
     tokens: int
     tables: list[GroupTable]
+    meter: LoadMeter
     arrivals: list[Arrival] = field(default_factory=list)
     resumed: int = 0
     found: Found = field(default_factory=Found)
     spill: Sequence[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class _Moves:
-    """Pages of one group whose slots are adjacent on both sides: one strided copy a layer."""
-
-    group: int
-    tier: Tier
-    source: int
-    target: int
-    pages: int
-
-    @classmethod
-    def of(cls, core: Core, rows: list[int], tiers: list[Tier], targets: list[int]) -> list[_Moves]:
-        """Return the moves of pages to their device slots, joined where slots are adjacent."""
-        groups = core.index.group(rows).tolist()
-        slots = {t: core.index.slot(rows, t).tolist() for t in (Tier.DEVICE, Tier.HOST)}
-        moves: list[_Moves] = []
-        for i, (group, tier, target) in enumerate(zip(groups, tiers, targets, strict=True)):
-            last, source = (moves[-1] if moves else None), slots[tier][i]
-            if (
-                last is not None
-                and (last.group, last.tier) == (group, tier)
-                and last.source + last.pages == source
-                and last.target + last.pages == target
-            ):
-                moves[-1] = cls(group, tier, last.source, last.target, last.pages + 1)
-            else:
-                moves.append(cls(group, tier, source, target, 1))
-        return moves
+    plan: LoadPlan | None = None
+    front: int = 0
 
 
 class Loader:
@@ -117,10 +68,9 @@ class Loader:
     def __init__(self, core: Core, transfers: Transfers) -> None:
         self._core = core
         self._transfers = transfers
-        self._fetcher = Fetcher(core, transfers)
         self._low_fetcher = Fetcher(core, transfers, memory=(Tier.HOST,))
         self._stream = core.device.stream("load")
-        self._arriving: dict[int, Arrival] = {}
+        self._lane = Lane(core, transfers, self._stream)
 
     def load(
         self,
@@ -130,6 +80,7 @@ class Loader:
         *,
         total: int = 0,
         device_limit: int | None = None,
+        restartable: bool = False,
     ) -> Loaded:
         """Load the longest reusable prefix of at most ``limit`` tokens.
 
@@ -142,8 +93,11 @@ class Loader:
             total: tokens that the sequence will have in the end; where the device cannot
                 hold them all, the first pages stay in host memory.
             device_limit: most device slots that the sequence may take.
+            restartable: the caller starts over when a page does not arrive, so that pages on
+                disk need not be verified before they count as found.
         """
         deadline = self._core.deadline()
+        meter = LoadMeter(self._core, self._stream.traffic, self._transfers.reads.traffic)
         within, origin = _ANYWHERE, dict[int, Tier]()
         for attempt in range(_MAX_ATTEMPTS):
             if attempt == _MAX_ATTEMPTS - 1:
@@ -153,11 +107,12 @@ class Loader:
                 origin.setdefault(row, tier)
             try:
                 spill = self._spill(found, claims, max(total, len(tokens)), device_limit)
-                loaded, outcome = self._bring_in(found, claims, spill, deadline)
+                loaded = Loaded(found.tokens, self._tables(found, spill), meter, spill=spill)
+                outcome = self._bring_in(loaded, found, claims, restartable, deadline)
             except BaseException:
                 claims.release()
                 raise
-            if loaded is not None:
+            if outcome is FetchOutcome.READY:
                 loaded.found = self._count(found, origin)
                 self._touch(found)
                 return loaded
@@ -172,24 +127,19 @@ class Loader:
         raise AssertionError("a prefix that is in memory always loads")
 
     def settle(self, arrivals: Sequence[Arrival]) -> None:
-        """Take finished arrivals off the books; drop pages whose copy failed."""
+        """Wait for arrivals and take them off the books; drop pages whose copy failed."""
         core = self._core
+        for arrival in arrivals:
+            await_events(arrival.events.values(), core.deadline(), core.clock)
         with core.lock:
             for arrival in arrivals:
-                failed = arrival.failed()
-                for row in arrival.rows:
-                    if self._arriving.get(row) is arrival:
-                        del self._arriving[row]
-                        if failed:
-                            core.planner.evict(Tier.DEVICE, [row])
-        for arrival in arrivals:
-            arrival.sources.release()
+                arrival.settle()
 
     def check(self) -> None:
         """Raise AssertionError when a page on its way is not resident or not pinned."""
         core = self._core
         with core.lock:
-            for row in self._arriving:
+            for row in self._lane.arriving:
                 assert core.is_in(row, Tier.DEVICE), f"row {row} arrives but is not resident"
                 assert core.index.pins([row], Tier.DEVICE)[0] > 0, f"row {row} arrives unpinned"
 
@@ -210,45 +160,43 @@ class Loader:
             )
             return found, claims
 
-    def _bring_in(
-        self, found: Match, claims: Claims, spill: list[int], deadline: float
-    ) -> tuple[Loaded | None, FetchOutcome]:
-        """Load matched pages; None when one of them turned out not to be there."""
-        core = self._core
-        partial = [int(g.rows[-1]) for g in found.groups if g.partial]
-        tables = [GroupTable(g) for g in core.spec.groups]
-        low: list[int] = []
+    def _tables(self, found: Match, spill: Sequence[int]) -> list[GroupTable]:
+        """Return empty page tables that keep the first ``spill`` pages in host memory."""
+        tables = [GroupTable(group) for group in self._core.spec.groups]
         for table, group, count in zip(tables, found.groups, spill, strict=True):
             table.spilled = min(count, len(group.rows) - group.partial)
-            low += group.rows[: table.spilled].tolist()
-        outcome = self._keep_low(low, claims, deadline)
+        return tables
+
+    def _bring_in(
+        self, loaded: Loaded, found: Match, claims: Claims, restartable: bool, deadline: float
+    ) -> FetchOutcome:
+        """Load matched pages; not READY when one of them turned out not to be there."""
+        partial = [int(g.rows[-1]) for g in found.groups if g.partial]
+        low = [
+            row
+            for table, group in zip(loaded.tables, found.groups, strict=True)
+            for row in group.rows[: table.spilled].tolist()
+        ]
+        with loaded.meter.waiting():
+            outcome = self._keep_low(low, claims, deadline)
         if outcome is not FetchOutcome.READY:
-            return None, outcome
+            return outcome
         elsewhere = {*low, *partial}
         absent = [
             row
             for row, tier in claims.tiers().items()
             if tier is not Tier.DEVICE and row not in elsewhere
         ]
-        wanted = absent + partial
-        slots = self._transfers.obtain(Tier.DEVICE, len(wanted), deadline=deadline)
-        if slots is None:
-            return None, FetchOutcome.NO_ROOM
-        spare = dict(zip(wanted, slots, strict=True))
-        private: dict[int, int] = {}
-        loaded = Loaded(found.tokens, tables, spill=spill)
-        try:
-            outcome = self._copy_in(loaded, wanted, spare, private, claims, set(partial), deadline)
-        except BaseException:
-            self._undo(loaded, spare, private)
-            raise
-        if outcome is not FetchOutcome.READY:
-            self._undo(loaded, spare, private)
-            return None, outcome
-        with core.lock:  # pages that somebody else brought in meanwhile needed no slot
-            core.planner.give_back(Tier.DEVICE, spare.values())
-        self._fill_tables(loaded, found, private)
-        return loaded, outcome
+        move = Move(self._lane, claims, partial, loaded.meter, deadline)
+        # What may have to leave the device at once must have arrived there.
+        behind = restartable and not any(loaded.spill)
+        outcome = move.bring(absent, behind=behind)
+        if outcome is FetchOutcome.READY:
+            if any(loaded.spill):
+                move.wait()
+            loaded.arrivals = move.arrivals
+            self._fill_tables(loaded, found, move)
+        return outcome
 
     def _spill(
         self, found: Match, claims: Claims, total: int, device_limit: int | None
@@ -289,105 +237,14 @@ class Loader:
                 return FetchOutcome.NO_ROOM
         return self._low_fetcher.fetch(rows, claims, deadline)
 
-    def _copy_in(
-        self,
-        loaded: Loaded,
-        wanted: list[int],
-        spare: dict[int, int],
-        private: dict[int, int],
-        claims: Claims,
-        partial: set[int],
-        deadline: float,
-    ) -> FetchOutcome:
-        """Fetch and copy ``wanted`` batch by batch; slots used move out of ``spare``."""
-        step = max(1, self._core.planner.capacity(Tier.HOST) // 2)
-        for start in range(0, len(wanted), step):
-            if loaded.arrivals:  # the host pages of the batch before must come free
-                self._await(loaded.arrivals[-1], deadline)
-            batch = wanted[start : start + step]
-            outcome = self._fetcher.fetch(batch, claims, deadline)
-            if outcome is not FetchOutcome.READY:
-                return outcome
-            loaded.arrivals.append(self._start(batch, spare, private, claims, partial))
-        return FetchOutcome.READY
-
-    def _start(
-        self,
-        batch: list[int],
-        spare: dict[int, int],
-        private: dict[int, int],
-        claims: Claims,
-        partial: set[int],
-    ) -> Arrival:
-        """Enqueue the copies of pages in memory, one event a layer."""
-        core, sources = self._core, Claims(self._core)
-        with core.lock:
-            # A page that somebody else has brought in meanwhile needs no copy.
-            there = core.index.residency(batch) >> Tier.DEVICE & 1
-            resumed = [row for row in batch if row in partial]
-            rows = [
-                row
-                for row, on_device in zip(batch, there.tolist(), strict=True)
-                if not on_device and row not in partial
-            ]
-            copied = [*rows, *resumed]
-            targets = [spare.pop(row) for row in copied]
-            fenced = [*targets, *self._on_device(claims, copied)]
-            core.fences.order(self._stream, fenced, core.timeout_s)
-            moves = _Moves.of(core, copied, [claims.tier(row) for row in copied], targets)
-            sources.add({row: claims.tier(row) for row in copied})
-            claims.end(resumed)
-            private.update(zip(resumed, targets[len(rows) :], strict=True))
-            core.planner.install(Tier.DEVICE, rows, targets[: len(rows)])
-            claims.move([row for row in batch if row not in partial], Tier.DEVICE)
-            core.counters.promoted_pages += len(rows)
-            from_host = [row for row in copied if sources.tier(row) is Tier.HOST]
-            core.count_bytes(from_host, Tier.HOST, Tier.DEVICE)
-            # Enqueued under the lock: whoever sees a page resident also sees it arriving.
-            arrival = Arrival(rows, sources, self._copy_layers(moves))
-            self._arriving.update(dict.fromkeys(rows, arrival))
-        return arrival
-
-    def _on_device(self, claims: Claims, rows: list[int]) -> list[int]:
-        """Return the device slots that pages are copied from."""
-        above = [row for row in rows if claims.tier(row) is Tier.DEVICE]
-        slots: list[int] = self._core.index.slot(above, Tier.DEVICE).tolist()
-        return slots
-
-    def _copy_layers(self, moves: list[_Moves]) -> dict[int, Event]:
-        """Enqueue the copies layer by layer, one event a layer."""
-        core = self._core
-        events: dict[int, Event] = {}
-        for layer in sorted(core.spec.layer_to_group):
-            group, offset, size = core.layer_place(layer)
-            ops = [
-                CopyOp(
-                    core.pool.memory[m.target : m.target + m.pages, offset : offset + size],
-                    core.memory(m.tier)[m.source : m.source + m.pages, offset : offset + size],
-                )
-                for m in moves
-                if m.group == group
-            ]
-            if ops:
-                self._stream.copy(ops)
-                events[layer] = self._stream.record()
-        return events
-
-    def _await(self, arrival: Arrival, deadline: float) -> None:
-        """Wait for an arrival; whether it failed is ``settle``'s business."""
-        for event in arrival.events.values():
-            with suppress(DeviceError):
-                event.wait(max(0.0, deadline - self._core.clock()))
-        if arrival.done():
-            arrival.sources.release()
-
-    def _fill_tables(self, loaded: Loaded, found: Match, private: dict[int, int]) -> None:
+    def _fill_tables(self, loaded: Loaded, found: Match, move: Move) -> None:
         core = self._core
         with core.lock:
             for table, group in zip(loaded.tables, found.groups, strict=True):
                 for page, row in enumerate(group.rows.tolist(), start=group.first_page):
-                    if row in private:
-                        table.set(page, private[row], PRIVATE)
+                    if row in move.private:
+                        table.set(page, move.private[row], PRIVATE)
+                        move.place(row, table, page)
                         if core.index.flags([row])[0] & PAGE_TAIL:
                             loaded.resumed = int(core.index.end_token([row])[0])
                     else:
@@ -398,18 +255,13 @@ class Loader:
 
     def _join(self, loaded: Loaded, row: int) -> None:
         """Wait, behind the gate, for pages that another sequence is bringing in."""
-        arrival = self._arriving.get(row)
-        if arrival is not None and arrival not in loaded.arrivals:
-            loaded.arrivals.append(Arrival([], Claims(self._core), arrival.events))
-            self._core.counters.delay_hits += 1
-
-    def _undo(self, loaded: Loaded, spare: dict[int, int], private: dict[int, int]) -> None:
-        """Let what was copied before a failure stay resident; give the other slots back."""
-        for arrival in loaded.arrivals:
-            self._await(arrival, self._core.deadline())
-        self.settle(loaded.arrivals)
-        with self._core.lock:
-            self._core.planner.give_back(Tier.DEVICE, [*spare.values(), *private.values()])
+        arrival = self._lane.arriving.get(row)
+        if arrival is None or arrival in loaded.arrivals:
+            return
+        self._core.counters.delay_hits += 1
+        if all(arrival.events is not other.events for other in loaded.arrivals):
+            joined = HostArrival(self._core, [], Claims(self._core), arrival.events, {})
+            loaded.arrivals.append(joined)
 
     def _touch(self, found: Match) -> None:
         """Record the use: the anchor's path first, then the windows that hang below it."""
