@@ -6,6 +6,7 @@ without a model and without remembering anything.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import numpy as np
@@ -79,10 +80,13 @@ def states(spec, layer, tokens, start, stop):
 
 
 def _row(tokens, at, salt, count):
-    digest = hashlib.sha256(salt.encode() + np.asarray(tokens[: at + 1], np.uint32).tobytes())
-    return np.random.default_rng(int.from_bytes(digest.digest()[:8], "little")).random(
-        count, np.float32
-    )
+    return _random_row(salt.encode() + np.asarray(tokens[: at + 1], np.uint32).tobytes(), count)
+
+
+@functools.lru_cache(maxsize=1 << 15)  # each is compared again at every step
+def _random_row(seed, count):
+    digest = hashlib.sha256(seed).digest()
+    return np.random.default_rng(int.from_bytes(digest[:8], "little")).random(count, np.float32)
 
 
 def feed(sequence, tokens, upto=None):
