@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from tierkv.data_plane.committing import Committer
+from tierkv.data_plane.committing import Committer, check_fed
 from tierkv.data_plane.flushing import write_pages
 from tierkv.data_plane.gate import LayerGate, drain
 from tierkv.data_plane.holding import Holding
@@ -19,15 +18,15 @@ from tierkv.identity.keys import as_tokens
 from tierkv.stats import CommitReport, Found
 
 if TYPE_CHECKING:
+    from tierkv.control_plane.load_plan import LoadPlan
+    from tierkv.data_plane.arrivals import Arrival
     from tierkv.data_plane.core import Core
-    from tierkv.data_plane.loading import Arrival, Loaded, Loader
+    from tierkv.data_plane.loading import Loaded, Loader
     from tierkv.data_plane.transfer import Transfers
     from tierkv.identity.keys import KeyChain, TokenArray
     from tierkv.identity.spec import CacheSpec
     from tierkv.running import Running
     from tierkv.tiers import Tier
-
-    Reserve = Callable[[int, int], None]
 
 
 class Sequence:
@@ -40,7 +39,10 @@ class Sequence:
     Attributes:
         found: tokens whose state was found, by tier.
         gate: the only way to a layer's state.
+        plan: what was weighed when the sequence began, and why; None for a fork.
     """
+
+    plan: LoadPlan | None = None
 
     def __init__(
         self,
@@ -51,7 +53,7 @@ class Sequence:
         found: Found,
         holding: Holding,
         committer: Committer,
-        gate: Callable[[Reserve], LayerGate],
+        gate: Callable[..., LayerGate],
     ) -> None:
         """Take over pages and tables; use :meth:`begin` or :meth:`fork`."""
         self.found = found
@@ -63,8 +65,9 @@ class Sequence:
         self._committer = committer
         self._arrivals: list[Arrival] = []
         self._prepared: tuple[int, int] | None = None
+        self._back: Loaded | None = None
         self._ended = False
-        self.gate = gate(self._reserve)
+        self.gate = gate(reserve=self._reserve)
 
     @classmethod
     def begin(
@@ -79,29 +82,27 @@ class Sequence:
         device_limit: int | None = None,
     ) -> Sequence:
         """Return a sequence that starts from what was loaded."""
-        tables = loaded.tables
+        tables, split = loaded.tables, loaded.front > 0
         holding = Holding(core, transfers, tables, device_limit)
-        committer = Committer(
-            core, chains, tables, committed=loaded.tokens, turn_end=loaded.resumed
+        length, resumed = (0, 0) if split else (loaded.tokens, loaded.resumed)
+        committer = Committer(core, chains, tables, committed=length, turn_end=resumed)
+        gate = partial(
+            LayerGate,
+            core.device,
+            core.pool,
+            tables,
+            core.spec.layer_to_group,
+            length,
+            timeout_s=core.timeout_s,
+            rings=holding.spill.rings,
         )
-
-        def gate(reserve: Reserve) -> LayerGate:
-            return LayerGate(
-                core.device,
-                core.pool,
-                tables,
-                core.spec.layer_to_group,
-                loaded.tokens,
-                reserve=reserve,
-                timeout_s=core.timeout_s,
-                rings=holding.spill.rings,
-            )
-
         sequence = cls(core, loader, running, tokens, loaded.found, holding, committer, gate)
         sequence._arrivals = loaded.arrivals
-        for arrival in loaded.arrivals:
-            for layer, event in arrival.events.items():
-                sequence.gate.expect(layer, event)
+        sequence.plan = loaded.plan
+        if split:
+            sequence._back = loaded
+        else:
+            sequence._expect(loaded.arrivals)
         with core.lock:
             running.add(sequence)
         return sequence
@@ -131,13 +132,53 @@ class Sequence:
                 self.found,
                 holding,
                 self._committer.fork(holding.tables, length),
-                lambda reserve: self.gate.fork(holding.tables, reserve, holding.spill.rings),
+                partial(self.gate.fork, holding.tables, rings=holding.spill.rings),
             )
             self._running.add(other)
         if not holding.spill.grow_rings():
             other.abandon()
             raise no_room(core, length, 1)
         return other
+
+    @property
+    def front(self) -> int:
+        """Tokens to compute before :meth:`join`; 0 when nothing loads behind them."""
+        return 0 if self._back is None else self._back.front
+
+    def join(self) -> int:
+        """Go on behind the pages that were loaded while the front was computed.
+
+        Returns:
+            The length now: of the whole prefix, or only of the front when the pages behind
+            it did not arrive.
+
+        Raises:
+            InvalidInputError: other tokens than the front's were fed.
+        """
+        self._must_run()
+        if self._back is None:
+            return self.length
+        back, held = self._back, self.gate.settled_length()
+        if held != back.front:
+            raise InvalidInputError(
+                f"join: {held} tokens were fed, but the plan was to compute {back.front} first"
+            )
+        self._back = None
+        self._expect(back.arrivals)
+        if self._arrived():
+            self.gate.jump(back.tokens)
+            self._committer.resume(back.tokens, back.resumed)
+        else:
+            self.found = Found()
+            self._holding.crop(held)
+        self._prepared = None
+        return self.length
+
+    def _expect(self, arrivals: list[Arrival]) -> None:
+        """Put the entries to layers behind what is on its way to them."""
+        for arrival in arrivals:
+            for layer, event in arrival.events.items():
+                self.gate.expect(layer, event)
 
     def keep_from(self, length: int | None) -> None:
         """Promise that :meth:`crop` can go back to any length from ``length`` on.
@@ -221,7 +262,9 @@ class Sequence:
                 forward that ended in the middle.
         """
         self._must_run()
-        tokens = self._fed(token_ids)
+        if self._back is not None:
+            raise InvalidInputError("commit: pages load behind the front; call join first")
+        tokens = check_fed(as_tokens(token_ids), self._tokens, self.gate.settled_length())
         if not self._arrived():
             return CommitReport()
         tails = self._holding.copy_tails(len(tokens)) if turn_end else None
@@ -238,7 +281,8 @@ class Sequence:
                 prompt.
         """
         self._must_run()
-        tokens = self._fed(self._tokens if token_ids is None else token_ids)
+        given = self._tokens if token_ids is None else as_tokens(token_ids)
+        tokens = check_fed(given, self._tokens, self.gate.settled_length())
         try:
             if not self._arrived():
                 return CommitReport()
@@ -252,6 +296,8 @@ class Sequence:
             return
         self._ended = True
         self.gate.close()
+        for arrival in self._arrivals:
+            arrival.cancel()
         over = self._drain()
         with self._core.lock:  # what a late copy may still touch stays held until it is over
             self._holding.transfers.when(over, self._release)
@@ -316,7 +362,7 @@ class Sequence:
             return
         if self._arrivals and all(arrival.done() for arrival in self._arrivals):
             self._settle_arrivals()
-        if start == self.length:  # every layer has passed: what the window left can go
+        if start == self.length and not self.front:  # what the window left can go
             self._holding.drop_outdated(start, self._committer.committed)
         self._obtain(start, count, ahead=False)
         self._prepared = (start, count)
@@ -326,34 +372,17 @@ class Sequence:
         if not self._holding.obtain(start, count, ahead=ahead):
             return
         self._arrived()  # the sources of copies come free
-        if start == self.length:
+        if start == self.length and not self.front:
             self._holding.give_up_boundaries()
             self._holding.drop_outdated(start, self._committer.committed)
         pages = self._holding.obtain(start, count, ahead=ahead, spill=True)
         if pages:
             raise no_room(self._core, start + count, pages)
 
-    def _fed(self, token_ids: Any) -> TokenArray:
-        """Return the ids of the tokens written so far, checked against the prompt."""
-        tokens, length = as_tokens(token_ids), self.gate.settled_length()
-        if len(tokens) < length:
-            raise InvalidInputError(
-                f"commit: {len(tokens)} token ids given, but {length} tokens were written; "
-                "pass every id fed so far, the prompt included"
-            )
-        known = min(length, len(self._tokens))
-        differing = np.flatnonzero(tokens[:known] != self._tokens[:known])
-        if differing.size:
-            at = int(differing[0])
-            raise InvalidInputError(
-                f"commit: token {at} is {tokens[at]}, but the sequence was begun with "
-                f"{self._tokens[at]}; pages are keyed by the ids that were fed"
-            )
-        return tokens[:length]
-
     def _drain(self) -> Callable[[], bool]:
         """Wait until nothing touches the slots any more; return whether that is so by now."""
-        events = self.gate.events()
+        arriving = [event for a in self._arrivals for event in a.events.values()]
+        events = [*arriving, *self.gate.events(), *self._holding.spill.events()]
         if not drain(events, self._core.timeout_s):
             with self._core.lock:
                 self._core.counters.late_copies += 1

@@ -61,6 +61,11 @@ def _by_tier() -> dict[str, int]:
     return dict.fromkeys((tier.label for tier in Tier), 0)
 
 
+def _plans() -> dict[str, int]:
+    """Return a counter for each decision of the planner."""
+    return dict.fromkeys(("load", "partial", "split", "compute"), 0)
+
+
 @dataclass(slots=True, kw_only=True)
 class Counters:
     """Mutable counters of a store; changed under its lock only."""
@@ -88,6 +93,7 @@ class Counters:
     write_failures: int = 0
     late_copies: int = 0
     spilled_pages: int = 0
+    plans: dict[str, int] = field(default_factory=_plans)
     callback_errors: int = 0
     bytes_in: dict[str, int] = field(default_factory=_by_tier)
     bytes_out: dict[str, int] = field(default_factory=_by_tier)

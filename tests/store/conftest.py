@@ -4,8 +4,14 @@ from toy_model import FULL, namespace
 from tierkv import Store
 
 
+@pytest.fixture(params=["cpu", "sim"])
+def device_name(request):
+    """Every test runs on the CPU, and on the device that checks the order of every access."""
+    return request.param
+
+
 @pytest.fixture
-def open_store(tmp_path):
+def open_store(tmp_path, device_name):
     """Open stores of the toy model; budgets in pages; checks and closes them at the end."""
     opened = []
 
@@ -19,6 +25,7 @@ def open_store(tmp_path):
             device=device * slot,
             host=None if host is None else host * slot,
             disk=None if disk is None else disk * (slot + 4096),
+            torch_device=options.pop("torch_device", device_name),
             **options,
         )
         opened.append(store)

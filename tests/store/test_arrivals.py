@@ -10,6 +10,11 @@ from tierkv import InvalidInputError, Tier
 from tierkv.devices.base import CopyOp
 
 
+@pytest.fixture(params=["cpu"])  # a real thread is held up
+def device_name(request):
+    return request.param
+
+
 @pytest.fixture
 def held_up(open_store, tmp_path):
     """A store whose loads wait for an event, with 24 tokens on disk."""

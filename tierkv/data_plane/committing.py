@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from tierkv.errors import InvalidInputError
 from tierkv.identity.keys import key_array
 from tierkv.stats import CommitReport
 from tierkv.storage.format import PAGE_TAIL
@@ -96,6 +97,10 @@ class Committer:
             self._turn_end = 0  # the turn that ended there is no part of this sequence any more
         for chain in self._chains:
             chain.crop(length)
+
+    def resume(self, length: int, turn_end: int) -> None:
+        """Go on behind ``length`` tokens that are published, resumed where a turn ended or not."""
+        self.committed, self._turn_end = length, turn_end
 
     def commit(self, tokens: TokenArray, tails: dict[int, int | None] | None) -> CommitReport:
         """Publish the full pages of ``tokens``, and tail pages if given.
@@ -298,3 +303,25 @@ class Committer:
         counters.tail_pages += tally.tail_pages
         counters.shared_pages += tally.shared
         counters.skipped_pages += tally.skipped
+
+
+def check_fed(tokens: TokenArray, prompt: TokenArray, length: int) -> TokenArray:
+    """Return the ids of the ``length`` tokens written so far, checked against the prompt.
+
+    Raises:
+        InvalidInputError: too few ids, or others than the sequence was begun with.
+    """
+    if len(tokens) < length:
+        raise InvalidInputError(
+            f"commit: {len(tokens)} token ids given, but {length} tokens were written; "
+            "pass every id fed so far, the prompt included"
+        )
+    known = min(length, len(prompt))
+    differing = np.flatnonzero(tokens[:known] != prompt[:known])
+    if differing.size:
+        at = int(differing[0])
+        raise InvalidInputError(
+            f"commit: token {at} is {tokens[at]}, but the sequence was begun with "
+            f"{prompt[at]}; pages are keyed by the ids that were fed"
+        )
+    return tokens[:length]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from tierkv.control_plane.costs import Costs
 from tierkv.data_plane.fences import Fences
 from tierkv.identity.keys import key_array
 from tierkv.storage.format import PageInfo
@@ -52,6 +53,7 @@ class Core:
     boundary_tokens: int
     clock: Callable[[], float]
     wall_clock: Callable[[], float]
+    costs: Costs = field(default_factory=Costs)
     lock: threading.RLock = field(default_factory=threading.RLock)
 
     @cached_property

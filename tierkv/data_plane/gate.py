@@ -85,6 +85,7 @@ class LayerGate:
     def fork(
         self,
         tables: Sequence[GroupTable],
+        *,
         reserve: Callable[[int, int], None],
         rings: Mapping[int, LayerRing],
     ) -> LayerGate:
@@ -122,6 +123,10 @@ class LayerGate:
         self.written = dict.fromkeys(self.written, length)
         for ring in self._rings.values():
             ring.crop(length)
+
+    def jump(self, length: int) -> None:
+        """Go on behind ``length`` tokens, whose pages are there."""
+        self.written = dict.fromkeys(self.written, length)
 
     def expect(self, layer: int, event: Event) -> None:
         """Make the next entry into ``layer`` wait for a transfer."""
@@ -209,9 +214,8 @@ class LayerGate:
             self._device.compute.use(f"attention of layer {layer}", reads=reads, writes=writes)
 
     def events(self) -> list[Event]:
-        """Return the events after which no transfer or computation touches the slots."""
+        """Return the events after which neither arrivals nor computation touch the slots."""
         events = [e for waiting in self._arriving.values() for e in waiting]
-        events += [e for ring in self._rings.values() for e in ring.events()]
         return events if self._last_use is None else [*events, self._last_use]
 
     def close(self) -> None:

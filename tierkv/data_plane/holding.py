@@ -54,6 +54,8 @@ class Holding:
         self.transfers = transfers
         self._core = core
         self._boundary_tokens = core.boundary_tokens
+        # Slots of dropped pages that copies may still touch.
+        self._leaving: dict[Tier, list[int]] = {tier: [] for tier in _TIERS}
 
     def fork(self, length: int) -> Holding:
         """Return a holding of the pages of ``length`` tokens.  Call with the store's lock held.
@@ -165,7 +167,7 @@ class Holding:
     def private_slots(self, tier: Tier) -> list[int]:
         """Return the slots that the sequence holds: of pages not committed, and of rings."""
         rings = self.spill.ring_slots() if tier is Tier.DEVICE else []
-        return self.private_pages(tier) + rings
+        return self.private_pages(tier) + rings + self._leaving[tier]
 
     def private_pages(self, tier: Tier) -> list[int]:
         """Return the slots of pages that are not committed."""
@@ -302,10 +304,13 @@ class Holding:
                     core.fences.put(slots)
                 shared = np.asarray([row for row in rows if row >= 0], np.int32)
                 own = [slot for slot, row in zip(slots, rows, strict=True) if row < 0]
+                self._leaving[tier] += own
                 release = partial(self._release_pages, tier, own, shared)
                 self.transfers.when(self.spill.over() if tier is Tier.HOST else _now, release)
 
     def _release_pages(self, tier: Tier, slots: list[int], rows: Rows) -> None:
+        for slot in slots:
+            self._leaving[tier].remove(slot)
         self._core.index.unpin(rows, tier)
         self._core.planner.give_back(tier, slots)
 

@@ -33,6 +33,7 @@ from tierkv.tiers import Tier
 from tierkv.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
+    from tierkv.devices.base import Device
     from tierkv.identity.keys import Namespace
 
 log = logging.getLogger(__name__)
@@ -52,7 +53,7 @@ class Options:
     device: int | str | None
     host: int | str | None
     disk: int | str | None
-    torch_device: str
+    torch_device: str | Device
     policy: str
     codec: str
     boundary_pages: int
@@ -90,7 +91,8 @@ def open_core(
         budget = None if options.device is None else parse_bytes(options.device, name="device")
         pool = DevicePool(device, spec, budget)
         host_pages = _host_pages(spec, options)
-        arena = HostArena(host_pages + _STAGING_PAGES, spec.slot_bytes)
+        pin = None if device.name == "cpu" else device.pin
+        arena = HostArena(host_pages + _STAGING_PAGES, spec.slot_bytes, pin=pin)
         opened.append(arena.close)
         if options.prefault:
             pool.memory.zero_()

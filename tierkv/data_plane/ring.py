@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 class _Buffer:
     """What one buffer of the ring holds: the first ``pages`` spilled pages of ``layer``."""
 
-    __slots__ = ("layer", "loaded", "pages")
+    __slots__ = ("layer", "loaded", "pages", "stored")
 
     def __init__(self) -> None:
         self.layer: int | None = None
         self.pages = 0
         self.loaded: Event | None = None
+        self.stored: Event | None = None
 
 
 class LayerRing:
@@ -84,8 +85,9 @@ class LayerRing:
             )
         buffer = self._buffer(layer)
         self._fill(buffer, layer, tokens)
-        if buffer.loaded is not None:
-            self._core.device.compute.wait(buffer.loaded, self._core.timeout_s)
+        for event in (buffer.loaded, buffer.stored):
+            if event is not None:
+                self._core.device.compute.wait(event, self._core.timeout_s)
 
     def leave(self, layer: int, used: Event, *, written: range, ahead: int) -> None:
         """Write back what a layer's step wrote and load what its buffer is for next.
@@ -103,7 +105,7 @@ class LayerRing:
             if first < last:
                 self._save.wait(used, timeout_s)
                 self._save.copy(self._copies(layer, first, last, up=False))
-                self._stored = self._save.record()
+                self._stored = buffer.stored = self._save.record()
                 buffer.pages = max(buffer.pages, last)
         following = self.following(layer)
         if following == layer:

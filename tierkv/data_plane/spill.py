@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from tierkv.control_plane.table import GroupTable
     from tierkv.data_plane.core import Core
     from tierkv.data_plane.transfer import Transfers
+    from tierkv.devices.base import Event
 
 
 class Spill:
@@ -41,6 +42,7 @@ class Spill:
         self._core = core
         self._transfers = transfers
         self._tables = tables
+        self._late: list[Event] = []
 
     def fit(self, pages: Sequence[int], fixed: int) -> bool:
         """Spill until ``pages`` pages of each group and ``fixed`` more slots have room.
@@ -102,8 +104,12 @@ class Spill:
 
     def over(self) -> Callable[[], bool]:
         """Return whether every copy between host memory and the rings, so far, is over."""
-        events = [event for ring in self.rings.values() for event in ring.events()]
+        events = self.events()
         return lambda: all(event.done() for event in events)
+
+    def events(self) -> list[Event]:
+        """Return events after all copies of the sequence's pages that are under way."""
+        return [*self._late, *(e for ring in self.rings.values() for e in ring.events())]
 
     def slots_short(self) -> int:
         """Return how many slots the rings lack."""
@@ -161,7 +167,9 @@ class Spill:
             return False
         with core.lock:
             core.fences.put([source])
-        if not self._transfers.copy_slots_down([source], slots, core.deadline()):
+        done, event = self._transfers.copy_slots_down([source], slots, core.deadline())
+        if not done:
+            self._late.append(event)
             return False
         with core.lock:
             core.planner.give_back(Tier.DEVICE, [source])

@@ -20,10 +20,12 @@ from tierkv.tiers import Tier
 if TYPE_CHECKING:
     from tierkv.control_plane.planner import Rows, Victims
     from tierkv.data_plane.core import Core
+    from tierkv.devices.base import Event
     from tierkv.storage.tickets import WriteTicket
 
 # Victims are moved in batches: one fdatasync covers a group, one copy call a run of pages.
 _BATCH_PAGES = 16
+_POLL_S = 0.005  # between looks at late operations, when a store closes
 
 
 class Transfers:
@@ -110,8 +112,8 @@ class Transfers:
         for start in range(0, len(rows), len(core.staging_slots)):
             batch = rows[start : start + len(core.staging_slots)]
             slots = self._take_staging(len(batch), deadline) if core.disk is not None else None
-            if slots is None or not self._copy_down(
-                self._device_slots(batch), slots, deadline, self._give_staging
+            if slots is None or not self._copy_pages_down(
+                batch, slots, deadline, self._give_staging
             ):
                 with core.lock:
                     self._release(Tier.DEVICE, batch, evict=then_evict)
@@ -149,7 +151,8 @@ class Transfers:
                 fits = min(core.planner.free(Tier.HOST), len(rows))
                 slots = core.planner.take(Tier.HOST, fits) or []
         moved = rows[: len(slots)]
-        if not self.copy_slots_down(self._device_slots(moved), slots, deadline):
+        give_back = partial(core.planner.give_back, Tier.HOST)
+        if not self._copy_pages_down(moved, slots, deadline, give_back):
             return moved[:0]
         with core.lock:
             core.planner.install(Tier.HOST, moved, slots)
@@ -168,6 +171,15 @@ class Transfers:
             (index.residency(rows) >> Tier.DEVICE & 1 == 1) & (index.pins(rows, Tier.DEVICE) == 0)
         ]
         self._core.planner.evict(Tier.DEVICE, unused)
+
+    def settle(self, deadline: float) -> None:
+        """Wait for the operations that missed their deadline, so that nothing is under way."""
+        core = self._core
+        with core.lock:
+            self._reap()
+            while self._limbo and core.clock() < deadline:
+                core.settled.wait(_POLL_S)
+                self._reap()
 
     def obtainable(self, tier: Tier) -> int:
         """Return how many slots ``obtain`` could free at most.  Call with the lock held.
@@ -220,8 +232,14 @@ class Transfers:
         """Keep slots out of use until ``over()``, then give them back.  Call with the lock held."""
         self.when(over, partial(give_back, slots))
 
-    def copy_slots_down(self, sources: list[int], slots: list[int], deadline: float) -> bool:
-        """Copy device slots into held slots of host memory; give those back if that failed."""
+    def copy_slots_down(
+        self, sources: list[int], slots: list[int], deadline: float
+    ) -> tuple[bool, Event]:
+        """Copy device slots into held slots of host memory; give those back if that failed.
+
+        Returns:
+            Whether it is done, and an event after which nothing reads ``sources`` any more.
+        """
         give_back = partial(self._core.planner.give_back, Tier.HOST)
         return self._copy_down(sources, slots, deadline, give_back)
 
@@ -279,10 +297,23 @@ class Transfers:
     def _give_staging(self, slots: list[int]) -> None:
         self._staging += slots
 
-    def _device_slots(self, rows: Rows) -> list[int]:
-        with self._core.lock:
-            slots: list[int] = self._core.index.slot(rows, Tier.DEVICE).tolist()
-            return slots
+    def _copy_pages_down(
+        self,
+        rows: Rows,
+        slots: list[int],
+        deadline: float,
+        give_back: Callable[[list[int]], None],
+    ) -> bool:
+        """Copy pinned device pages into slots of host memory; give those back if that failed."""
+        core = self._core
+        with core.lock:
+            sources = core.index.slot(rows, Tier.DEVICE).tolist()
+        done, event = self._copy_down(sources, slots, deadline, give_back)
+        if not done:  # the pages must not leave the device while a late copy reads them
+            with core.lock:
+                core.index.pin(rows, Tier.DEVICE)
+                self.when(event.done, partial(core.index.unpin, rows, Tier.DEVICE))
+        return done
 
     def _copy_down(
         self,
@@ -290,28 +321,30 @@ class Transfers:
         slots: list[int],
         deadline: float,
         give_back: Callable[[list[int]], None],
-    ) -> bool:
-        """Copy device slots into slots of host memory; give those back if that failed."""
+    ) -> tuple[bool, Event]:
         core = self._core
         ops = [
             CopyOp(core.host_memory[target], core.pool.page(source))
             for target, source in zip(slots, sources, strict=True)
         ]
         with core.lock:  # an event tells of the failures since the one before: keep ours apart
+            if core.clock() >= deadline:  # nothing is begun that nobody would wait for
+                give_back(slots)
+                return False, self._save.record()
             core.fences.order(self._save, sources, core.timeout_s)
             self._save.copy(ops)
             event = self._save.record()
         try:
             if event.wait(max(0.0, deadline - core.clock())):
-                return True
+                return True, event
         except DeviceError:
             with core.lock:
                 give_back(slots)
-            return False
+            return False, event
         with core.lock:
             core.counters.late_copies += len(slots)
             self.park(event.done, slots, give_back)
-        return False
+        return False, event
 
     def _wait_for_moves(self, tier: Tier, deadline: float) -> bool:
         """Wait until a page leaving ``tier`` is gone; False when none is leaving, or time is up.
