@@ -43,7 +43,6 @@ from overlap_rows import (
     token_ids,
     write_prefix,
 )
-from overlap_sim import can_restart
 
 from tierkv import Store
 from tierkv.control_plane.pipeline import no_overlap, optimum
@@ -118,8 +117,7 @@ def run(settings, folder: Path, *, layer_s: float, rounds: int):
     """Yield a row for each (source, tokens, ratio)."""
     layer = Layer(layer_s)
     for number, (source, tokens, ratio) in enumerate(settings):
-        if source != "disk_gated" or can_restart():
-            yield measure(source, tokens, ratio, layer, folder / str(number), rounds)
+        yield measure(source, tokens, ratio, layer, folder / str(number), rounds)
 
 
 def measure(source: str, tokens: int, ratio: float, layer: Layer, path: Path, rounds: int) -> dict:

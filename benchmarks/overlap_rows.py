@@ -86,7 +86,8 @@ def percentages(ttft_s: float, optimum_s: float, no_overlap_s: float) -> tuple[f
     """Return what a time is above the optimum, and how much of what can be hidden was, in %."""
     stall = 100 * (ttft_s - optimum_s) / optimum_s
     hideable = no_overlap_s - optimum_s
-    hidden = 100 * (no_overlap_s - ttft_s) / hideable if hideable > 0 else 100.0
+    some = hideable > 1e-9 * no_overlap_s  # more than what rounding makes of nothing
+    hidden = 100 * (no_overlap_s - ttft_s) / hideable if some else 100.0
     return round(stall, 6) + 0.0, round(hidden, 6) + 0.0  # without a sign of zero
 
 

@@ -12,7 +12,6 @@ are compared with what they must be, and the device checks the order of every ac
 
 from __future__ import annotations
 
-import inspect
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -73,16 +72,9 @@ def layer_loads(source: str, tokens: int, model=H100_PCIE5) -> tuple[list[float]
     return through_two(reads, copies), apart
 
 
-def can_restart() -> bool:
-    """Return whether the store offers reads behind the gate."""
-    return "restartable" in inspect.signature(Store.begin).parameters
-
-
 def run(lengths, folder: Path, sources=SOURCES, check: bool = True):
     """Yield a row for each source and length."""
     for source in sources:
-        if source == "disk_gated" and not can_restart():
-            continue
         for tokens in lengths:
             yield measure(source, tokens, folder / f"{source}-{tokens}", check=check)
 

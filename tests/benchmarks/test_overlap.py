@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import overlap_cpu
 import overlap_disk
 import overlap_rows
 import overlap_sim
@@ -48,6 +49,7 @@ def run(tmp_path, *arguments):
         (1.25, 1.0, 2.0, 25.0, 75.0),
         (3.0, 2.0, 2.5, 50.0, -100.0),
         (1.5, 1.0, 1.0, 50.0, 100.0),  # there is nothing to hide
+        (1.0 + 2e-16, 1.0, 1.0 + 4e-16, 0.0, 100.0),  # but for rounding
     ],
 )
 def test_percentages(ttft, best, worst, stall, hidden):
@@ -81,8 +83,7 @@ def test_the_geometry_is_that_of_the_model():
 
 def test_simulated_loads_from_host_memory_reach_the_optimum(tmp_path):
     rows, printed = run(tmp_path, "--quick", "--device", "sim")
-    sources = {row["source"] for row in rows}
-    assert {"device", "host", "disk", "ring"} <= sources
+    assert {row["source"] for row in rows} == set(overlap_sim.SOURCES)
     assert all(row["stall_pct"] >= -1e-6 for row in rows), "quicker than is possible"
     for row in rows:
         if row["source"] in ("device", "host"):
@@ -97,8 +98,8 @@ def test_simulated_loads_from_host_memory_reach_the_optimum(tmp_path):
 def test_a_small_real_run(tmp_path):
     """Nothing about speed: other tests may be running."""
     tiny = ["--device", "cpu", "--tokens", "2048", "--rounds", "1", "--layer-ms", "0.3"]
-    rows, printed = run(tmp_path, *tiny, "--ratio", "1", "--source", "host", "disk", "ring")
-    assert [row["source"] for row in rows] == ["host", "disk", "ring"]
+    rows, printed = run(tmp_path, *tiny, "--ratio", "1", "--source", *overlap_cpu.SOURCES)
+    assert [row["source"] for row in rows] == ["host", "disk", "disk_gated", "ring"]
     assert "hidden" in printed
     for row in rows:
         assert row["ttft_s"] > 0
