@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from tierkv.identity.keys import Namespace
     from tierkv.identity.opaque import OpaqueGroup
     from tierkv.identity.spec import CacheSpec, Component, GroupKind, LayerGroup
+    from tierkv.integrations.transformers.attention import register_attention
     from tierkv.integrations.transformers.one_call import generate
     from tierkv.integrations.transformers.opening import open_store
     from tierkv.sequence import Sequence
@@ -83,6 +84,7 @@ _HOMES = {
     "tierkv.events": ("EventKind", "EventQueue", "PageEvent"),
     "tierkv.identity.keys": ("Namespace",),
     "tierkv.identity.opaque": ("OpaqueGroup",),
+    "tierkv.integrations.transformers.attention": ("register_attention",),
     "tierkv.integrations.transformers.one_call": ("generate",),
     "tierkv.integrations.transformers.opening": ("open_store",),
     "tierkv.sequence": ("Sequence",),
@@ -144,6 +146,7 @@ __all__ = [
     "generate",
     "open_store",
     "parse_bytes",
+    "register_attention",
 ]
 
 

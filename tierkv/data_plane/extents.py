@@ -47,6 +47,21 @@ def component_views(memory: Tensor, group: LayerGroup, extent: Extent) -> tuple[
     )
 
 
+def row_views(
+    memory: Tensor, group: LayerGroup, extent: Extent, row: int, count: int
+) -> tuple[Tensor, ...]:
+    """Return views ``[count, heads, dim]`` of rows of an extent's first page, by component."""
+    size = memory.element_size()
+    return tuple(
+        memory.as_strided(
+            (count, component.heads, component.dim),
+            (component.elements, component.dim, 1),
+            (extent.offset + offset) // size + row * component.elements,
+        )
+        for component, offset in zip(group.components, group.component_offsets, strict=True)
+    )
+
+
 def gather(
     memory: Tensor,
     group: LayerGroup,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from tierkv.data_plane.extents import Extent, component_views, gather
+from tierkv.data_plane.extents import Extent, component_views, gather, row_views
 from tierkv.errors import InvalidInputError, StoreClosedError
 from tierkv.identity.spec import GroupKind
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
     from tierkv.data_plane.gate import LayerGate
     from tierkv.identity.spec import LayerGroup
+
+_MOST_VIEWS = 64  # kept from step to step: an extent changes when a page begins
 
 
 class LayerView:
@@ -29,7 +31,16 @@ class LayerView:
         memory: the device pool as a flat tensor of the group's dtype.
     """
 
-    __slots__ = ("_gate", "_layer", "_open", "_page_table", "_table", "group", "memory")
+    __slots__ = (
+        "_extent_views",
+        "_gate",
+        "_layer",
+        "_open",
+        "_page_table",
+        "_table",
+        "group",
+        "memory",
+    )
 
     def __init__(self, gate: LayerGate, layer: int) -> None:
         self._gate = gate
@@ -38,6 +49,7 @@ class LayerView:
         self.group = self._table.group
         self.memory = gate.pool.typed(self.group.dtype)
         self._open = False
+        self._extent_views: dict[Extent, tuple[Tensor, ...]] = {}
         self._page_table: tuple[list[Extent], Tensor] | None = None
 
     @property
@@ -85,11 +97,11 @@ class LayerView:
         for page in held:
             (place,) = self._gate.extents(self._layer, page * size, page * size + 1)
             low, high = max(start, page * size), min(start + count, (page + 1) * size)
-            rows = slice(low - page * size, high - page * size)
-            for view, state in zip(self.views(place), states, strict=True):
-                target = view[0, rows]
+            targets = row_views(self.memory, self.group, place, low - page * size, high - low)
+            for target, state in zip(targets, states, strict=True):
                 self._gate.touch(self._layer, writes=(target,))
-                target.copy_(state[:, low - start : high - start].transpose(0, 1))
+                part = state if len(pages) == 1 else state[:, low - start : high - start]
+                target.copy_(part.transpose(0, 1))
         self._gate.wrote(self._layer, start, start + count)
 
     def read(self) -> tuple[Tensor, ...]:
@@ -138,7 +150,13 @@ class LayerView:
 
     def views(self, extent: Extent) -> tuple[Tensor, ...]:
         """Return an extent's components in place, ``[pages, rows, H, D]``."""
-        return component_views(self.memory, self.group, extent)
+        found = self._extent_views.get(extent)
+        if found is None:
+            if len(self._extent_views) >= _MOST_VIEWS:
+                self._extent_views.clear()
+            found = component_views(self.memory, self.group, extent)
+            self._extent_views[extent] = found
+        return found
 
     def page_table(self, queries: int = 0) -> Tensor:
         """Return, for each page from :attr:`first_page` on, where its first component begins.

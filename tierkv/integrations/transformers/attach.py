@@ -20,6 +20,7 @@ from tierkv.integrations.transformers.generating import feed_rows, run_generatio
 from tierkv.integrations.transformers.guard import ForwardGuard
 from tierkv.integrations.transformers.identity import (
     adapter_state,
+    attention_name,
     check_same,
     inner_model,
     mismatch,
@@ -28,6 +29,7 @@ from tierkv.integrations.transformers.identity import (
 from tierkv.integrations.transformers.keeping import Endings
 from tierkv.integrations.transformers.opening import model_spec, open_store
 from tierkv.integrations.transformers.prompts import Prompts
+from tierkv.integrations.transformers.refusals import ATTENTION_CHANGED
 from tierkv.integrations.transformers.self_check import check_model
 from tierkv.store import Store
 
@@ -58,6 +60,7 @@ class TierKV:
         self._dropped: deque[Batch] = deque()
         self._versions: object | None = None
         self._adapters = adapter_state(model)
+        self._attention = attention_name(model)
 
     @property
     def generation_config(self) -> Any:
@@ -249,6 +252,10 @@ class TierKV:
             raise InvalidInputError(
                 "the model's active adapters changed since TierKV was attached: "
                 "close, and attach with adapter= naming the one that is active"
+            )
+        if self._attention != attention_name(self.model):
+            raise InvalidInputError(
+                ATTENTION_CHANGED.format(attention_name(self.model), self._attention)
             )
 
     def _wrap(self, rows: list[Row], endings: Endings) -> TierKVCache:

@@ -7,7 +7,14 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from tierkv.errors import InvalidInputError, UnsupportedError
-from tierkv.integrations.transformers.refusals import BROKEN, OTHER_BATCH, SPENT, UNRECORDED
+from tierkv.integrations.transformers.attention_open_layer import OpenLayer
+from tierkv.integrations.transformers.refusals import (
+    BROKEN,
+    NOT_ATTENDED,
+    OTHER_BATCH,
+    SPENT,
+    UNRECORDED,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Sequence as Items
@@ -52,13 +59,16 @@ class Batch:
         rows: one sequence each.
         spent: the rows were committed or abandoned.
         recording: tokens can be taken back, windows of sliding layers included.
+        in_place: the forward under way attends to pages where they lie, if its layers can.
     """
 
     def __init__(self, rows: list[Row]) -> None:
         self.rows = rows
         self.spent = False
         self.recording = False
+        self.in_place = False
         self._pending: list[TokenArray] | None = None
+        self._opened: OpenLayer | None = None
         self._layers: Items[PagedLayer] = ()
 
     @property
@@ -70,19 +80,34 @@ class Batch:
         """Name the layers that a forward must pass through."""
         self._layers = layers
 
-    def begin(self, ids: list[TokenArray]) -> None:
+    def begin(self, ids: list[TokenArray], *, in_place: bool = False) -> None:
         """Announce a forward over ``ids``, one array a row, already checked."""
         self._pending = ids
+        self.in_place = in_place
+
+    def open_layer(self, layer: int, states: Items[Tensor]) -> OpenLayer:
+        """Write the states of new tokens into pages, which stay open until attention read them.
+
+        Args:
+            layer: the model layer.
+            states: ``[rows, heads, tokens, dim]``, one a component.
+        """
+        opened = OpenLayer(layer, [row.sequence.gate.layer(layer) for row in self.rows])
+        opened.append(states)
+        self._opened = opened
+        return opened
 
     def check_update(self, layer: int, columns: int, states: Tensor) -> None:
         """Refuse states of a layer that belong to no announced forward.
 
         Raises:
             InvalidInputError: the forward was not announced, or is of another length.
-            UnsupportedError: another number of sequences.
+            UnsupportedError: another number of sequences, or a layer before whose attention
+                did not read the pages that were opened for it.
         """
         if self.spent:
             raise InvalidInputError(SPENT)
+        self._check_attended()
         if states.shape[0] != len(self.rows):
             raise UnsupportedError(OTHER_BATCH.format(states.shape[0], len(self.rows)))
         if self._pending is None:
@@ -98,9 +123,11 @@ class Batch:
 
         Raises:
             InvalidInputError: a forward ended inside the model, or the cache is spent.
+            UnsupportedError: attention did not read the pages that were opened for it.
         """
         if self.spent:
             raise InvalidInputError(SPENT)
+        self._check_attended()
         if self._pending is not None:
             held, before = {layer.columns for layer in self._layers}, self.columns
             if held == {before + len(self._pending[0])}:
@@ -180,7 +207,14 @@ class Batch:
         """Release every row without committing; harmless when spent."""
         if not self.spent:
             self.spent = True
+            if self._opened is not None:
+                self._opened.close()
             _abandon(self.rows)
+
+    def _check_attended(self) -> None:
+        """Refuse to go on from an attention that saw one token instead of all."""
+        if self._opened is not None and not self._opened.closed:
+            raise UnsupportedError(NOT_ATTENDED.format(self._opened.layer))
 
     def _keep_windows(self) -> None:
         """While recording, what may be taken back is what comes from here on."""

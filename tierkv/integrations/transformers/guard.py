@@ -17,10 +17,12 @@ import torch
 
 from tierkv.errors import InvalidInputError, UnsupportedError
 from tierkv.identity.keys import TokenArray, as_tokens
+from tierkv.integrations.transformers.attention import uses_pages
 from tierkv.integrations.transformers.cache import TierKVCache
 from tierkv.integrations.transformers.refusals import (
     CUSTOM_MASK,
     EMBEDS,
+    NO_WEIGHTS,
     OTHER_BATCH,
     OTHER_KEYWORD,
     PADDING,
@@ -102,7 +104,16 @@ class ForwardGuard:
         for row, fed in zip(batch.rows, ids, strict=True):
             row.feed.check(fed)
         batch.reserve(len(ids[0]))  # no room: refused before anything is computed
-        batch.begin(ids)
+        batch.begin(ids, in_place=self._attends_in_place(given, len(ids[0])))
+
+    def _attends_in_place(self, given: Mapping[str, Any], new_tokens: int) -> bool:
+        """Return whether attention reads the pages itself: one new token, no gradients."""
+        if not uses_pages(self._model.config):
+            return False
+        if given.get("output_attentions"):
+            raise UnsupportedError(NO_WEIGHTS)
+        trained = torch.is_grad_enabled() and any(p.requires_grad for p in self._model.parameters())
+        return new_tokens == 1 and not trained
 
     def _wrapped(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
         says_first = _says_first(self._model)

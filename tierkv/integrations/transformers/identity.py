@@ -126,9 +126,15 @@ def config_digest(model: Any) -> str:
     """Return a SHA-256 (hex) over the settings that decide the state of a token."""
     text = model.config.get_text_config()
     settings = {k: v for k, v in text.to_dict().items() if k not in _IRRELEVANT}
-    settings["attention"] = getattr(text, "_attn_implementation", None)
+    settings["attention"] = attention_name(model)
     described = json.dumps(settings, sort_keys=True, default=str)
     return hashlib.sha256(described.encode()).hexdigest()
+
+
+def attention_name(model: Any) -> str | None:
+    """Return which attention implementation of Transformers a model uses."""
+    name: str | None = getattr(model.config.get_text_config(), "_attn_implementation", None)
+    return name
 
 
 def adapter_state(model: Any) -> tuple[tuple[str, ...], ...]:

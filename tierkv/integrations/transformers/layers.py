@@ -3,7 +3,8 @@
 Shapes: k and v are ``[rows, heads, new tokens, dim]``; what is returned is what the stock
 layers return, with the same shapes, lengths and contiguity, so that attention computes
 bit for bit what it computes on a cache that never left memory.  Columns before a row's
-first token are zeros: masks keep them out of every result.
+first token are zeros: masks keep them out of every result.  Only where attention reads pages
+itself (``attention.py``) nothing is gathered: the new K and V go back with the open pages.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from tierkv.errors import UnsupportedError
+from tierkv.integrations.transformers.attention import can_attend_in_place
 from tierkv.integrations.transformers.refusals import RESET, WHOLE_CACHE
 
 if TYPE_CHECKING:
@@ -35,8 +37,9 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
     is_sliding = False
     supports_early_init = False
 
-    def __init__(self, batch: Batch, layer: int) -> None:
+    def __init__(self, batch: Batch, layer: int, group: LayerGroup) -> None:
         super().__init__()
+        self._group = group
         self.is_initialized = True
         self.columns = batch.columns
         self._batch = batch
@@ -66,6 +69,8 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
         self._batch.check_update(self._layer, self.columns, key_states)
         total = self.columns + key_states.shape[-2]
         states = (key_states.detach(), value_states.detach())
+        if self._batch.in_place and can_attend_in_place(self._group, states):
+            return self._open(*states)
         keys, values = (_empty(state, total) for state in states)
         for number, row in enumerate(self._batch.rows):
             with row.sequence.gate.layer(self._layer) as layer:
@@ -73,6 +78,12 @@ class PagedLayer(CacheLayerMixin):  # type: ignore[misc]
                 out = (keys[number], values[number])
                 layer.read_into(_behind(out, total - layer.readable, total))
         self.columns = total
+        return keys, values
+
+    def _open(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the new tokens into pages; return only them, with the pages left open."""
+        self._batch.open_layer(self._layer, (keys, values)).attach(keys)
+        self.columns += keys.shape[-2]
         return keys, values
 
     def get_mask_sizes(self, query_length: int | Tensor) -> tuple[int, int]:
@@ -127,8 +138,8 @@ class SlidingPagedLayer(PagedLayer):
 
     is_sliding = True
 
-    def __init__(self, batch: Batch, layer: int, window: int) -> None:
-        super().__init__(batch, layer)
+    def __init__(self, batch: Batch, layer: int, group: LayerGroup, window: int) -> None:
+        super().__init__(batch, layer, group)
         self.sliding_window = window
 
     def update(
@@ -138,6 +149,8 @@ class SlidingPagedLayer(PagedLayer):
         self._batch.check_update(self._layer, self.columns, key_states)
         past, count = min(self.columns, self.sliding_window - 1), key_states.shape[-2]
         states = (key_states.detach(), value_states.detach())
+        if self._batch.in_place and can_attend_in_place(self._group, states):
+            return self._open(*states)
         keys, values = (_empty(state, past + count) for state in states)
         for number, row in enumerate(self._batch.rows):
             with row.sequence.gate.layer(self._layer) as layer:
@@ -182,8 +195,8 @@ def _behind(out: tuple[Tensor, ...], padding: int, stop: int) -> list[Tensor]:
 def build_layers(batch: Batch, groups: dict[int, LayerGroup]) -> list[PagedLayer]:
     """Return one layer for each model layer of ``groups`` (layer index to group)."""
     return [
-        PagedLayer(batch, layer)
+        PagedLayer(batch, layer, groups[layer])
         if (window := groups[layer].window) is None
-        else SlidingPagedLayer(batch, layer, window)
+        else SlidingPagedLayer(batch, layer, groups[layer], window)
         for layer in sorted(groups)
     ]

@@ -49,7 +49,8 @@ def open_store(
         adapter: id or digest of the adapter that is active on the model.
         salt: separates tenants that must not share pages.
         page_tokens: tokens a page of the first layer group, or a map from group name.
-        store_options: passed on to :meth:`tierkv.Store.open`.
+        store_options: passed on to :meth:`tierkv.Store.open`; ``torch_device`` is the model's
+            unless given.
 
     Raises:
         SpecError: an architecture that is not known.
@@ -58,6 +59,7 @@ def open_store(
     """
     spec = model_spec(model, page_tokens)
     namespace = model_namespace(model, spec, weights_id=weights_id, adapter=adapter, salt=salt)
+    store_options.setdefault("torch_device", str(model.device))
     return Store.open(
         path,
         spec,
@@ -65,6 +67,5 @@ def open_store(
         device=device,
         host=host,
         disk=None if path is None else disk,
-        torch_device=str(model.device),
         **store_options,
     )

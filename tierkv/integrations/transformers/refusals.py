@@ -77,4 +77,25 @@ BROKEN = (
     "an earlier forward ended inside the model, so that its layers hold different numbers of "
     "tokens: abandon this cache and begin a new one"
 )
+NOT_ATTENDED = (
+    "layer {}: its pages were opened for attention (attn_implementation='tierkv'), but attention "
+    "did not ask for them: a model that copies or cuts the keys of its cache would compute wrong "
+    "results; call model.set_attn_implementation('sdpa'), abandon this cache and attach again"
+)
+ATTENDED_TWICE = (
+    "layer {}: attention asked a second time for pages that it had read (layers that share keys, "
+    "or keys kept from an earlier step); call model.set_attn_implementation('sdpa')"
+)
+OTHER_ATTENTION = (
+    "attn_implementation='tierkv' does not compute attention with {}: call "
+    "model.set_attn_implementation('eager')"
+)
+NO_WEIGHTS = (
+    "attn_implementation='tierkv' returns no attention weights (output_attentions): call "
+    "model.set_attn_implementation('eager')"
+)
+ATTENTION_CHANGED = (
+    "the model attends by {!r} now, but attended by {!r} when TierKV was attached, and their "
+    "states differ in the last bits: attach again after set_attn_implementation"
+)
 SPENT = "the cache was committed or abandoned: begin a new one with the whole sequence"

@@ -20,11 +20,12 @@ from tierkv.errors import TierKVError, UnsupportedError
 from tierkv.identity.keys import Namespace, as_tokens
 from tierkv.identity.spec import CacheSpec
 from tierkv.identity.weights import tensor_versions
+from tierkv.integrations.transformers.attention import uses_pages
 from tierkv.integrations.transformers.batch import Row
 from tierkv.integrations.transformers.cache import TierKVCache
 from tierkv.integrations.transformers.feed import Feed
 from tierkv.integrations.transformers.guard import ForwardGuard
-from tierkv.integrations.transformers.identity import inner_model
+from tierkv.integrations.transformers.identity import attention_name, inner_model
 from tierkv.integrations.transformers.keeping import Endings
 from tierkv.integrations.transformers.versions import cache_keyword
 from tierkv.store import Store
@@ -49,13 +50,16 @@ class SelfCheck:
 
     Attributes:
         split_error: a prefix and its continuation against one forward.
-        limit: what was allowed for it.
+        limit: what was allowed for it, and for ``attention_error``.
         resumed_error: the continuation from a store against the one from memory; must be 0.
+        attention_error: attention over pages against the stock cache's; 0 unless the model
+            uses that.
     """
 
     split_error: float
     limit: float
     resumed_error: float
+    attention_error: float = 0.0
 
 
 def check_model(model: Any, spec: CacheSpec) -> SelfCheck:
@@ -73,7 +77,7 @@ def check_model(model: Any, spec: CacheSpec) -> SelfCheck:
         whole = _forward(model, ids[:, :TOTAL], None)
         kept = _continue(model, ids, DynamicCache(config=model.config), PREFIX)
         try:
-            resumed = _resumed(model, spec, ids)
+            memory, resumed = _resumed(model, spec, ids)
         except TierKVError as error:
             raise UnsupportedError(
                 f"{model.config.model_type}: resuming a short sequence failed: {error}"
@@ -81,7 +85,8 @@ def check_model(model: Any, spec: CacheSpec) -> SelfCheck:
     check = SelfCheck(
         split_error=_error(whole[:, PREFIX:], kept[:, : TOTAL - PREFIX]),
         limit=_FLOAT32_LIMIT if model.dtype == torch.float32 else _HALF_LIMIT,
-        resumed_error=_error(kept, resumed),
+        resumed_error=_error(kept if memory is None else memory, resumed),
+        attention_error=0.0 if memory is None else _error(kept, memory),
     )
     name = f"{model.config.model_type} ({type(model).__name__}, {model.dtype})"
     if not check.split_error <= check.limit:
@@ -97,6 +102,12 @@ def check_model(model: Any, spec: CacheSpec) -> SelfCheck:
             f"in memory: off by {check.resumed_error:.2g} of the largest logit. Its cache holds "
             "state that the spec does not describe; use it without tierkv"
         )
+    if not check.attention_error <= check.limit:
+        raise UnsupportedError(
+            f"{name}: attn_implementation='tierkv' gives other logits than a stock cache: off by "
+            f"{check.attention_error:.2g} of the largest logit, allowed {check.limit:.2g}. Its "
+            "attention does more than tierkv's; call model.set_attn_implementation('sdpa')"
+        )
     _passed[model] = _condition(model)
     return check
 
@@ -109,12 +120,15 @@ def checked_before(model: Any) -> bool:
 def _condition(model: Any) -> object:
     """Return what a check holds for; unequal to anything where torch cannot tell changes."""
     versions = tensor_versions(model.state_dict())
-    attention = getattr(model.config.get_text_config(), "_attn_implementation", None)
-    return object() if versions is None else (versions, attention)
+    return object() if versions is None else (versions, attention_name(model))
 
 
-def _resumed(model: Any, spec: CacheSpec, ids: Tensor) -> Tensor:
-    """Return the continuation's logits after the prefix went through a store."""
+def _resumed(model: Any, spec: CacheSpec, ids: Tensor) -> tuple[Tensor | None, Tensor]:
+    """Return the continuation's logits after the prefix went through a store.
+
+    Before them those of a sequence that was kept in its pages, where attention reads these:
+    the stock cache's are then not the same to the bit.
+    """
     groups = tuple(replace(group, page_tokens=_PAGE_TOKENS) for group in spec.groups)
     small = replace(spec, groups=groups)
     pages = 4 * small.pages_for(TOTAL + STEPS)
@@ -129,12 +143,16 @@ def _resumed(model: Any, spec: CacheSpec, ids: Tensor) -> Tensor:
         torch_device=str(model.device),
     )
     with store, guard:
-        tokens = as_tokens(ids)
+        tokens, memory = as_tokens(ids), None
+        if uses_pages(model.config):
+            with _begin(store, small, tokens, guard) as cache:
+                memory = _continue(model, ids, cache, PREFIX)
+                cache.abandon()
         with _begin(store, small, tokens[:PREFIX], guard) as cache:
             _forward(model, ids[:, :PREFIX], cache)
         with _begin(store, small, tokens, guard) as cache:
             assert cache.found.total == PREFIX, "the prefix just committed was not found"
-            return _continue(model, ids, cache, 0)
+            return memory, _continue(model, ids, cache, 0)
 
 
 def _begin(store: Store, spec: CacheSpec, tokens: Any, guard: ForwardGuard) -> TierKVCache:
