@@ -4,26 +4,64 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
 from typing import TYPE_CHECKING
 
+from tierkv.sequence import Sequence
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
     from tierkv.data_plane.core import Core
-    from tierkv.sequence import Sequence
+    from tierkv.data_plane.loading import Loaded, Loader
+    from tierkv.data_plane.transfer import Transfers
+    from tierkv.identity.keys import KeyChain, TokenArray
 
 
 class Running:
     """Keeps the sequences of a store from their beginning to their end.  Thread-safe."""
 
-    def __init__(self, core: Core, after_end: Callable[[], None]) -> None:
+    def __init__(
+        self, core: Core, loader: Loader, transfers: Transfers, after_end: Callable[[], None]
+    ) -> None:
         self._core = core
+        self._loader = loader
+        self._transfers = transfers
         self.after_end = after_end  # called, without the lock, when one has ended
         self._sequences: set[Sequence] = set()
 
     def __len__(self) -> int:
         """Number of sequences that run."""
         return len(self._sequences)
+
+    def begin(
+        self,
+        chains: SequenceOf[KeyChain],
+        tokens: TokenArray,
+        loaded: Loaded,
+        total: int,
+        device_pages: int | None,
+    ) -> Sequence:
+        """Begin a sequence with what was loaded, with room for ``total`` tokens in all.
+
+        Raises:
+            SequenceTooLongError, PoolExhaustedError: there is no such room.
+        """
+        core = self._core
+        sequence = Sequence.begin(
+            core, self._loader, self._transfers, self, chains, tokens, loaded, device_pages
+        )
+        with core.lock:
+            core.counters.begins += 1
+            core.counters.prompt_tokens += len(tokens)
+            for tier in Tier:
+                core.counters.found_tokens[tier.label] += getattr(loaded.found, tier.label)
+        try:
+            sequence.spill(list(loaded.spill))
+            sequence.reserve(total - sequence.length)
+        except BaseException:
+            sequence.abandon()
+            raise
+        return sequence
 
     def add(self, sequence: Sequence) -> None:
         """Take a sequence in.  Call with the lock held, before anybody else can see it."""

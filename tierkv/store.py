@@ -9,29 +9,28 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from tierkv.attached.attaching import Attachments
 from tierkv.control_plane.hints import Hints
-from tierkv.control_plane.match import match
+from tierkv.data_plane.announcing import Announcement, announce
+from tierkv.data_plane.finding import find_pages, key_chains
 from tierkv.data_plane.flushing import flush
 from tierkv.data_plane.loading import Loader
 from tierkv.data_plane.opening import Options, open_core
-from tierkv.data_plane.room import check_fits
+from tierkv.data_plane.room import check_fits, check_prompt
 from tierkv.data_plane.subscribing import subscribe
 from tierkv.data_plane.transfer import Transfers
-from tierkv.errors import ForkError, InvalidInputError, StoreClosedError
-from tierkv.identity.keys import Extras, KeyChain, Namespace, as_tokens
+from tierkv.errors import ForkError, StoreClosedError
+from tierkv.identity.keys import Extras, Namespace, as_tokens
 from tierkv.reporting import Reporter
 from tierkv.running import Running
 from tierkv.sequence import Sequence
-from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
     from tierkv.attached.pool import AttachedPool
     from tierkv.attached.views import PoolTensors
-    from tierkv.control_plane.planner import Rows
+    from tierkv.control_plane.costs import Costs
     from tierkv.data_plane.core import Core
+    from tierkv.devices.base import Device
     from tierkv.events import EventQueue
     from tierkv.identity.spec import CacheSpec
     from tierkv.stats import FlushReport, StoreStats
@@ -52,7 +51,7 @@ class Store:
         self._transfers = Transfers(core)
         self._loader = Loader(core, self._transfers)
         self._hints = Hints(core.planner)
-        self._running = Running(core, self._sequence_ended)
+        self._running = Running(core, self._loader, self._transfers, self._sequence_ended)
         self._attachments = Attachments(core, self._transfers, self._hints, self._publish)
         self._pid = os.getpid()
         self._closed = False
@@ -67,7 +66,7 @@ class Store:
         device: int | str | None = "256MiB",
         host: int | str | None = "1GiB",
         disk: int | str | None = "8GiB",
-        torch_device: str = "cpu",
+        torch_device: str | Device = "cpu",
         policy: str = "lru",
         write_through: bool = False,
         codec: str = "raw",
@@ -87,7 +86,8 @@ class Store:
                 their own.
             host: bytes of the host tier; None for as little as transfers need.
             disk: bytes of the disk tier; None for none.
-            torch_device: where the device pool lives.
+            torch_device: where the device pool lives: "cpu", "cuda" (or "cuda:1"), "sim", or a
+                device made with options of its own.
             policy: ``"lru"`` or ``"ageing"``.
             write_through: write pages to disk when they are committed, not when they must
                 leave memory.
@@ -148,6 +148,8 @@ class Store:
         max_new_tokens: int = 0,
         limit: int | None = None,
         device_pages: int | None = None,
+        restartable: bool = False,
+        can_split: bool = False,
     ) -> Sequence:
         """Begin a sequence: find its longest reusable prefix and bring it in.
 
@@ -162,6 +164,12 @@ class Store:
             device_pages: most pages of the device pool that the sequence may take; None for
                 as many as there are.  What does not fit is kept in host memory and passes
                 through device buffers, layer by layer, at every step.
+            restartable: you begin again when the gate raises DeviceError.  Pages on disk then
+                count as found at once and are read behind the gate while earlier layers
+                compute; one that proves bad or late raises there, and is not found again.
+            can_split: where it is quicker, let a sequence begin empty, to be fed its first
+                :attr:`Sequence.front` tokens while the pages behind them load, and then
+                joined with :meth:`Sequence.join`.
 
         Raises:
             InvalidInputError: no tokens, ids that are not one sequence of integers, or a
@@ -171,44 +179,58 @@ class Store:
         """
         self._must_be_open()
         core = self._core
-        if not core.pool.num_slots:
-            raise InvalidInputError(
-                "begin: the store was opened with device=None and has no device pool of its own; "
-                "attach an engine's pool with attach_pool, or open it with a budget for device"
-            )
-        tokens = as_tokens(token_ids)
-        if not len(tokens):
-            raise InvalidInputError("begin: token_ids is empty; a sequence needs one token or more")
-        if not isinstance(max_new_tokens, int) or not 0 <= max_new_tokens < 2**32:
-            raise InvalidInputError(
-                f"begin: max_new_tokens must be an integer >= 0, got {max_new_tokens!r}"
-            )
-        if limit is not None and limit < 0:
-            raise InvalidInputError(f"begin: limit must not be negative, got {limit}")
+        tokens = check_prompt(core, token_ids, max_new_tokens, limit)
         most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         total = len(tokens) + max_new_tokens
         check_fits(core, total, device_pages)
-        chains = self._chains(tokens, extras)
+        chains = key_chains(core, tokens, extras)
         with core.lock:
             self._hints.tick(core.clock())
         self._transfers.forget_removed()
-        loaded = self._loader.load(chains, tokens, most, total=total, device_limit=device_pages)
-        sequence = Sequence.begin(
-            core, self._loader, self._transfers, self._running, chains, tokens, loaded, device_pages
+        loaded = self._loader.load(
+            chains,
+            tokens,
+            most,
+            total=total,
+            device_limit=device_pages,
+            restartable=restartable,
+            can_split=can_split,
         )
-        with core.lock:
-            core.counters.begins += 1
-            core.counters.prompt_tokens += len(tokens)
-            for tier in Tier:
-                core.counters.found_tokens[tier.label] += getattr(loaded.found, tier.label)
-        try:
-            sequence.spill(list(loaded.spill))
-            sequence.reserve(len(tokens) - loaded.tokens + max_new_tokens)
-        except BaseException:
-            sequence.abandon()
-            raise
+        sequence = self._running.begin(chains, tokens, loaded, total, device_pages)
         self._reporter.publish(self.stats)
         return sequence
+
+    def observe_compute(self, new: int, past: int, seconds: float) -> None:
+        """Tell the planner what a forward pass took.
+
+        Args:
+            new: tokens computed.
+            past: tokens that they attended to besides.
+            seconds: of computation, without waiting for pages.
+        """
+        with self._core.lock:
+            if self._core.costs.compute is not None:
+                self._core.costs.compute.observe(new=new, past=past, seconds=seconds)
+
+    @property
+    def costs(self) -> Costs:
+        """The planner's estimates; set ``costs.compute`` to let it weigh computing."""
+        return self._core.costs
+
+    def announce(self, token_ids: Any, *, extras: Extras = ()) -> Announcement:
+        """Start reading what lies on disk of a prompt that will be begun; returns at once.
+
+        Reads into host memory, at most half of it for all announcements together, and pushes
+        no page out that is in use or nowhere else.  A later :meth:`begin` joins the reads.
+
+        Args:
+            token_ids: the prompt.
+            extras: as for :meth:`begin`.
+        """
+        self._must_be_open()
+        self._transfers.forget_removed()
+        tokens = as_tokens(token_ids)
+        return announce(self._core, self._transfers, key_chains(self._core, tokens, extras), tokens)
 
     def attach_pool(self, tensors: PoolTensors, *, layout: str) -> AttachedPool:
         """Put this store's host and disk tiers behind a paged pool that an engine owns.
@@ -248,7 +270,7 @@ class Store:
         with core.lock:
             now = core.clock()
             self._hints.tick(now)
-            rows = self._find(token_ids, extras)
+            rows = find_pages(core, token_ids, extras)
             concerned = len(rows)
             if ttl_s is not None:
                 self._hints.keep_for(rows, ttl_s, now)
@@ -267,10 +289,11 @@ class Store:
             PinError: more than half of a memory tier would be pinned.
         """
         self._must_be_open()
-        with self._core.lock:
-            now = self._core.clock()
+        core = self._core
+        with core.lock:
+            now = core.clock()
             self._hints.tick(now)
-            rows = self._find(token_ids, extras)
+            rows = find_pages(core, token_ids, extras)
             return self._hints.pin(rows, owner, ttl_s, now)
 
     def unpin(self, owner: str) -> int:
@@ -335,6 +358,7 @@ class Store:
         self._running.abandon_all()
         self._attachments.close()
         with self._core.lock:
+            self._transfers.reads.give_up()
             self._hints.clear()
         try:
             report = self.flush()
@@ -345,6 +369,7 @@ class Store:
                 )
         finally:
             self._closed = True
+            self._transfers.settle(self._core.deadline())
             self._reporter.close()
             self._core.close()
 
@@ -355,24 +380,6 @@ class Store:
     def __exit__(self, *_: object) -> None:
         """Close the store."""
         self.close()
-
-    def _chains(self, tokens: Any, extras: Extras) -> list[KeyChain]:
-        chains = [
-            KeyChain(self._core.namespace.root(number), group.page_tokens, extras)
-            for number, group in enumerate(self._core.spec.groups)
-        ]
-        for chain in chains:
-            chain.extend(tokens)
-        return chains
-
-    def _find(self, token_ids: Any, extras: Extras) -> Rows:
-        """Return the pages of the longest prefix that is there.  Call with the lock held."""
-        core = self._core
-        tokens = as_tokens(token_ids)
-        found = match(
-            core.index, core.spec, self._chains(tokens, extras), tokens, limit=len(tokens)
-        )
-        return np.concatenate([group.rows for group in found.groups])
 
     def _sequence_ended(self) -> None:
         """Called when a sequence has given everything back."""

@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierkv.control_plane.match import Match, match
+from tierkv.control_plane.match import GroupMatch, Match, match
 from tierkv.control_plane.spilling import pages_needed, plan_spill
 from tierkv.control_plane.table import PRIVATE, GroupTable
 from tierkv.data_plane.arrivals import Arrival, HostArrival, LoadMeter, await_events
 from tierkv.data_plane.bringing import Lane, Move
 from tierkv.data_plane.claims import Claims
 from tierkv.data_plane.fetching import Fetcher, FetchOutcome
+from tierkv.data_plane.planning import Planning
 from tierkv.stats import Found
 from tierkv.storage.format import PAGE_TAIL
 from tierkv.tiers import Tier
@@ -71,6 +72,8 @@ class Loader:
         self._low_fetcher = Fetcher(core, transfers, memory=(Tier.HOST,))
         self._stream = core.device.stream("load")
         self._lane = Lane(core, transfers, self._stream)
+        traffic = {Tier.HOST: self._stream.traffic, Tier.DISK: transfers.reads.traffic}
+        self._planning = Planning(core, traffic)
 
     def load(
         self,
@@ -81,6 +84,7 @@ class Loader:
         total: int = 0,
         device_limit: int | None = None,
         restartable: bool = False,
+        can_split: bool = False,
     ) -> Loaded:
         """Load the longest reusable prefix of at most ``limit`` tokens.
 
@@ -95,10 +99,12 @@ class Loader:
             device_limit: most device slots that the sequence may take.
             restartable: the caller starts over when a page does not arrive, so that pages on
                 disk need not be verified before they count as found.
+            can_split: the caller can compute the front while the back loads.
         """
         deadline = self._core.deadline()
         meter = LoadMeter(self._core, self._stream.traffic, self._transfers.reads.traffic)
         within, origin = _ANYWHERE, dict[int, Tier]()
+        plan: LoadPlan | None = None
         for attempt in range(_MAX_ATTEMPTS):
             if attempt == _MAX_ATTEMPTS - 1:
                 within = _IN_MEMORY
@@ -107,7 +113,17 @@ class Loader:
                 origin.setdefault(row, tier)
             try:
                 spill = self._spill(found, claims, max(total, len(tokens)), device_limit)
+                front = 0
+                if plan is None:
+                    plan = self._plan(found, claims, len(tokens), restartable, can_split, spill)
+                    if plan.prefix_tokens < found.tokens:
+                        limit = plan.prefix_tokens
+                        claims.release()
+                        found, claims = self._match(chains, tokens, limit, within)
+                    if found.tokens == plan.prefix_tokens:
+                        front, found = plan.front_tokens, self._behind(found, claims, plan)
                 loaded = Loaded(found.tokens, self._tables(found, spill), meter, spill=spill)
+                loaded.plan, loaded.front = plan, front
                 outcome = self._bring_in(loaded, found, claims, restartable, deadline)
             except BaseException:
                 claims.release()
@@ -160,6 +176,37 @@ class Loader:
             )
             return found, claims
 
+    def _plan(
+        self,
+        found: Match,
+        claims: Claims,
+        prompt: int,
+        restartable: bool,
+        can_split: bool,
+        spill: Sequence[int],
+    ) -> LoadPlan:
+        with self._core.lock:
+            return self._planning.plan(
+                found,
+                claims.tiers(),
+                prompt,
+                restartable=restartable,
+                can_split=can_split and not any(spill),
+            )
+
+    def _behind(self, found: Match, claims: Claims, plan: LoadPlan) -> Match:
+        """Return the match without the pages of the front, which is computed instead."""
+        groups = []
+        for group, of in zip(found.groups, self._core.spec.groups, strict=True):
+            skipped = 0
+            if of.kind.needs_every_page:
+                skipped = plan.front_tokens // of.page_tokens - group.first_page
+            claims.end(group.rows[:skipped].tolist())
+            groups.append(
+                GroupMatch(group.rows[skipped:], group.first_page + skipped, group.partial)
+            )
+        return Match(found.tokens, tuple(groups))
+
     def _tables(self, found: Match, spill: Sequence[int]) -> list[GroupTable]:
         """Return empty page tables that keep the first ``spill`` pages in host memory."""
         tables = [GroupTable(group) for group in self._core.spec.groups]
@@ -189,7 +236,7 @@ class Loader:
         ]
         move = Move(self._lane, claims, partial, loaded.meter, deadline)
         # What may have to leave the device at once must have arrived there.
-        behind = restartable and not any(loaded.spill)
+        behind = (restartable or loaded.front > 0) and not any(loaded.spill)
         outcome = move.bring(absent, behind=behind)
         if outcome is FetchOutcome.READY:
             if any(loaded.spill):

@@ -62,7 +62,8 @@ class Planning:
             stops=() if windowed else None,
         )
         plan = plan_load(prefix, core.costs, restartable=restartable, can_split=can_split)
-        core.counters.plans[plan.name] += 1
+        if found.tokens:
+            core.counters.plans[plan.name] += 1
         return plan
 
     def observe(self) -> None:
@@ -94,13 +95,13 @@ def _runs(core: Core, found: Match, tiers: Mapping[int, Tier]) -> list[Run]:
     runs = []
     for start, stop in pairwise(borders):
         tier, nbytes = Tier(int(places[start])), int(moved[start:stop].sum())
-        runs.append(Run(int(ends[stop - 1]), tier, nbytes, _operations(core, tier, stop - start)))
+        runs.append(Run(int(ends[stop - 1]), tier, nbytes, _operations(core, tier)))
     return runs
 
 
-def _operations(core: Core, tier: Tier, pages: int) -> int:
-    """Return the batches that moving pages takes: one a layer from memory, one a page below."""
-    return pages if tier > Tier.HOST else len(core.spec.layer_to_group)
+def _operations(core: Core, tier: Tier) -> int:
+    """Return the batches that moving a run takes: one a layer from memory, one read below."""
+    return 1 if tier > Tier.HOST else len(core.spec.layer_to_group)
 
 
 def _bytes_to_move(

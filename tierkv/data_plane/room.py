@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tierkv.control_plane.spilling import (
     can_spill,
@@ -11,12 +11,37 @@ from tierkv.control_plane.spilling import (
     pages_needed,
     pages_per_ring_slot,
 )
-from tierkv.errors import PoolExhaustedError, SequenceTooLongError
+from tierkv.errors import InvalidInputError, PoolExhaustedError, SequenceTooLongError
+from tierkv.identity.keys import as_tokens
 from tierkv.tiers import Tier
 from tierkv.units import format_bytes, suggest_bytes
 
 if TYPE_CHECKING:
     from tierkv.data_plane.core import Core
+    from tierkv.identity.keys import TokenArray
+
+
+def check_prompt(core: Core, token_ids: Any, max_new_tokens: int, limit: int | None) -> TokenArray:
+    """Return the ids of a prompt that a sequence can be begun with.
+
+    Raises:
+        InvalidInputError: it cannot; see :meth:`tierkv.Store.begin`.
+    """
+    if not core.pool.num_slots:
+        raise InvalidInputError(
+            "begin: the store was opened with device=None and has no device pool of its own; "
+            "attach an engine's pool with attach_pool, or open it with a budget for device"
+        )
+    tokens = as_tokens(token_ids)
+    if not len(tokens):
+        raise InvalidInputError("begin: token_ids is empty; a sequence needs one token or more")
+    if not isinstance(max_new_tokens, int) or not 0 <= max_new_tokens < 2**32:
+        raise InvalidInputError(
+            f"begin: max_new_tokens must be an integer >= 0, got {max_new_tokens!r}"
+        )
+    if limit is not None and limit < 0:
+        raise InvalidInputError(f"begin: limit must not be negative, got {limit}")
+    return tokens
 
 
 def check_fits(core: Core, tokens: int, device_pages: int | None = None) -> None:
