@@ -78,12 +78,10 @@ def measured(options: argparse.Namespace, folder: Path):
 def cpu_settings(options: argparse.Namespace) -> list[tuple[str, int, float]]:
     """Return (source, tokens, ratio) of what is measured on the CPU.
 
-    From host memory every ratio at every length; the others at one length and every ratio,
-    and at the others where load and computation are equal.
+    From host memory every ratio at every length; from disk every ratio at one length, and like
+    the others at each length where load and computation are equal.
     """
-    lengths = options.tokens or (
-        [4 * K] if options.quick else [1 * K, 4 * K, 16 * K, 64 * K, 128 * K]
-    )
+    lengths = options.tokens or ([4 * K] if options.quick else [1 * K, 8 * K, 32 * K, 128 * K])
     ratios = options.ratio or overlap_cpu.RATIOS
     middle = lengths[len(lengths) // 2]
     asked = options.source is not None or options.ratio is not None
@@ -93,7 +91,12 @@ def cpu_settings(options: argparse.Namespace) -> list[tuple[str, int, float]]:
         for tokens in lengths
         for ratio in ratios
         if source in overlap_cpu.SOURCES
-        and (asked or ratio == 1.0 or source == "host" or (tokens == middle and not options.quick))
+        and (
+            asked
+            or ratio == 1.0
+            or source == "host"
+            or (source == "disk" and tokens == middle and not options.quick)
+        )
     ]
 
 

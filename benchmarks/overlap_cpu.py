@@ -8,14 +8,14 @@ Each round measures, in an order that rotates:
 
 * ``overlapped``: a turn through the gate, from its begin to the end of its last layer;
 * ``in turn``: the same, but all layers are waited for before the first is computed;
-* ``side by side``: the loads run, and the layers compute without waiting for them.  This gives
-  the l and c of the formula under the contention that they cause each other: when each layer
-  arrived, and how long each computation took.  What comes before the first copy (the look-up,
-  and the reads of a prefix on disk) counts with the first layer's load: none of it can be
-  hidden.
+* ``side by side``: the loads run, and the layers of another sequence, which has nothing to
+  load, append and compute meanwhile.  This gives the l and c of the formula under the
+  contention that they cause each other: when each layer arrived, and how long each layer took.
+  What comes before the first copy (the look-up, and the reads of a prefix on disk) counts with
+  the first layer's load: none of it can be hidden.
 
 Of a sequence that streams through its ring, the loads are driven by the layers, so l is the
-time that its copy stream was busy, and c what its layers' computation took, in the same turn.
+time that its copy stream was busy, and c what its layers took, waiting apart, in the same turn.
 """
 
 from __future__ import annotations
@@ -165,7 +165,8 @@ def one(kind: str, store, source: str, prefix, layer: Layer, samples: Samples, *
         tier = {"disk_gated": "disk", "ring": "host"}.get(source, source)
         assert getattr(sequence.found, tier) == len(prefix), sequence.found
         if kind == "side by side":
-            loads, computes = side_by_side(sequence, layer, started)
+            with store.begin(token_ids(NEW_TOKENS, seed=3)) as other:
+                loads, computes = side_by_side(sequence, other, layer, started)
             into.loads.append(loads)
             into.computes.append(computes)
             return
@@ -179,8 +180,8 @@ def one(kind: str, store, source: str, prefix, layer: Layer, samples: Samples, *
             into.computes.append(computes)
 
 
-def forward(sequence, layer: Layer, check: int | None) -> list[float]:
-    """Run the layers through the gate; return what their computation took.
+def forward(sequence, layer: Layer, check: int | None = None) -> list[float]:
+    """Run the layers through the gate; return what each took, its waiting apart.
 
     Args:
         sequence: just begun.
@@ -192,13 +193,15 @@ def forward(sequence, layer: Layer, check: int | None) -> list[float]:
         with sequence.gate.layer(number) as view:
             if check is not None:
                 assert same_bits(view.read(), states(number, check)), f"layer {number}"
+            started = time.perf_counter()
             view.append(*layer.new[number])
-            seconds.append(layer.compute())
+            layer.compute()
+            seconds.append(time.perf_counter() - started)
     return seconds
 
 
-def side_by_side(sequence, layer: Layer, started: float) -> tuple[list[float], list[float]]:
-    """Return each layer's load and computation when neither waits for the other."""
+def side_by_side(sequence, other, layer: Layer, started: float) -> tuple[list[float], list[float]]:
+    """Return each layer's load of one sequence, and computation of another meanwhile."""
     arrivals: list[float] = []
 
     def watch() -> None:
@@ -209,7 +212,7 @@ def side_by_side(sequence, layer: Layer, started: float) -> tuple[list[float], l
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    computes = [layer.compute() for _ in range(LAYERS)]
+    computes = forward(other, layer)
     watcher.join(60.0)
     assert len(arrivals) == LAYERS, "layers did not arrive"
     loads = [now - before for before, now in zip([0.0, *arrivals], arrivals, strict=False)]
@@ -219,7 +222,7 @@ def side_by_side(sequence, layer: Layer, started: float) -> tuple[list[float], l
 @contextmanager
 def opened(device: CpuDevice, tokens: int, path: Path | None):
     """Open a store in whose tiers the prefix fits, its memory taken at once."""
-    slots = pages_of(tokens) + 2
+    slots = pages_of(tokens) + 4
     with Store.open(
         path,
         SPEC,
