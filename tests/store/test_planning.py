@@ -132,6 +132,20 @@ def test_a_split_may_end_before_it_is_joined(from_host, end):
     assert turn(from_host, [*TOKENS, 5]).total == 64
 
 
+def test_links_that_are_avoided_are_tried_again_now_and_then(from_host):
+    links(from_host, 1.0, Tier.HOST)
+    from_host.costs.compute = cost(1e-9)
+    names = []
+    for _ in range(17):
+        sequence = from_host.begin([*TOKENS, 1])
+        names.append(sequence.plan.name)
+        if names[-1] == "load":
+            assert "to measure" in sequence.plan.explain()
+        sequence.abandon()
+        links(from_host, 1.0, Tier.HOST)
+    assert names == ["compute"] * 16 + ["load"]
+
+
 def test_estimates_follow_what_transfers_take(from_host):
     before = from_host.costs.links[Tier.HOST].observations
     turn(from_host, [*TOKENS, 1])

@@ -183,7 +183,12 @@ class LoadPlan:
 
 
 def plan_load(
-    prefix: Prefix, costs: Costs, *, restartable: bool = False, can_split: bool = False
+    prefix: Prefix,
+    costs: Costs,
+    *,
+    restartable: bool = False,
+    can_split: bool = False,
+    measure: bool = False,
 ) -> LoadPlan:
     """Return the quickest way to a prompt's first token; of equal ones, the one loading most.
 
@@ -196,6 +201,7 @@ def plan_load(
         restartable: the caller can begin the forward again with a shorter prefix, so reads may
             run beside it.
         can_split: the caller can compute the front while the back loads.
+        measure: load everything, since links that are avoided are not measured any more.
     """
     times = Estimates(prefix, costs, reads_overlap=restartable)
     found = prefix.tokens
@@ -203,8 +209,10 @@ def plan_load(
         nothing = Alternative(Decision.COMPUTE, 0, 0, times.compute_s(prefix.prompt_tokens, 0))
         return _plan(nothing, (nothing,), "nothing was found", times)
     everything = Alternative(Decision.LOAD, found, 0, times.joined(found))
-    if not times.known:
+    if measure or not times.known:
         reason = "the time of a forward pass is not known yet"
+        if measure:
+            reason = "to measure what loading takes now"
         return _plan(everything, (everything,), reason, times)
     stops = range(prefix.unit, found, prefix.unit) if prefix.stops is None else prefix.stops
     ends = _stops_at([run.end for run in prefix.runs], stops)

@@ -6,6 +6,7 @@ records the last use, so that the slots can be reused.  A view is dead once left
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,12 @@ class LayerGate:
         layer_to_group: the group of each model layer.
         length: tokens that every layer holds.
         rings: by layer group, the buffers of spilled pages; filled by whoever spills.
+        clock: seconds, to measure waiting by.
         reserve: called before an append with the first new token and their number.
         timeout_s: bound of every wait.
+
+    Attributes:
+        waited_s: how long entries had to wait for pages on their way, on the calling thread.
     """
 
     def __init__(
@@ -48,8 +53,11 @@ class LayerGate:
         reserve: Callable[[int, int], None],
         timeout_s: float,
         rings: Mapping[int, LayerRing] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.pool = pool
+        self.waited_s = 0.0
+        self._clock = clock
         self.written = dict.fromkeys(layer_to_group, length)
         self.checks_order = device.checks_order
         self._device = device
@@ -223,8 +231,15 @@ class LayerGate:
         self._closed = True
 
     def _await(self, layer: int) -> None:
-        for event in self._arriving.get(layer, ()):
-            self._device.compute.wait(event, self._timeout_s)
+        arriving = self._arriving.get(layer)
+        if not arriving:
+            return
+        started = self._clock()
+        try:
+            for event in arriving:
+                self._device.compute.wait(event, self._timeout_s)
+        finally:
+            self.waited_s += self._clock() - started
         self._arriving.pop(layer, None)  # only now: after a failure the next entry waits again
 
     def _ring(self, layer: int) -> LayerRing | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierkv.control_plane.load_plan import LoadPlan, Prefix, Run, plan_load
+from tierkv.control_plane.load_plan import Decision, LoadPlan, Prefix, Run, plan_load
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from tierkv.control_plane.match import GroupMatch, Match
     from tierkv.data_plane.core import Core
     from tierkv.devices.base import Traffic
+
+
+_MEASURE_EVERY = 16
 
 
 class Planning:
@@ -30,6 +33,7 @@ class Planning:
         self._core = core
         self._traffic = dict(traffic)
         self._before = {tier: read() for tier, read in self._traffic.items()}
+        self._avoided = 0  # plans in a row that left something found out
 
     def plan(
         self,
@@ -61,9 +65,17 @@ class Planning:
             # Windows of shorter prefixes may not be there.
             stops=() if windowed else None,
         )
-        plan = plan_load(prefix, core.costs, restartable=restartable, can_split=can_split)
+        plan = plan_load(
+            prefix,
+            core.costs,
+            restartable=restartable,
+            can_split=can_split,
+            measure=self._avoided >= _MEASURE_EVERY,
+        )
         if found.tokens:
             core.counters.plans[plan.name] += 1
+            avoids = plan.decision in (Decision.PARTIAL, Decision.COMPUTE)
+            self._avoided = self._avoided + 1 if avoids else 0
         return plan
 
     def observe(self) -> None:

@@ -31,9 +31,12 @@ from tierkv.integrations.transformers.opening import model_spec, open_store
 from tierkv.integrations.transformers.prompts import Prompts
 from tierkv.integrations.transformers.refusals import ATTENTION_CHANGED
 from tierkv.integrations.transformers.self_check import check_model
+from tierkv.integrations.transformers.sharing import share_pool
+from tierkv.integrations.transformers.timing import ForwardClock, compute_cost
 from tierkv.store import Store
 
 if TYPE_CHECKING:
+    from tierkv.data_plane.announcing import Announcement
     from tierkv.stats import StoreStats
 
 
@@ -54,7 +57,10 @@ class TierKV:
         self.store = store
         self._owns_store = owns_store
         self._closed = False
-        self._guard = ForwardGuard(inner_model(model))
+        if store.costs.compute is None:
+            store.costs.compute = compute_cost(model, store.spec)
+        clock = ForwardClock(store, on_gpu=inner_model(model).device.type == "cuda")
+        self._guard = ForwardGuard(inner_model(model), clock)
         # Rows of caches that were dropped without commit; released at the next call,
         # since a finaliser may run at any moment, in any thread.
         self._dropped: deque[Batch] = deque()
@@ -167,20 +173,51 @@ class TierKV:
             SequenceTooLongError, PoolExhaustedError: not enough room in the device pool.
         """
         self._check_open()
+        endings = endings or Endings.of(self.generation_config)
+        prompts = Prompts.of(input_ids, attention_mask, pad_id=endings.pad_id)
+        return self.begin(prompts, max_new_tokens, copies=copies, endings=endings)
+
+    def begin(
+        self,
+        prompts: Prompts,
+        max_new_tokens: int,
+        *,
+        copies: int = 1,
+        endings: Endings,
+        restartable: bool = False,
+        can_split: bool = False,
+    ) -> TierKVCache:
+        """Begin prompts; see :meth:`cache`.
+
+        Args:
+            prompts: the rows.
+            max_new_tokens: tokens that will be generated.
+            copies: rows that each prompt becomes.
+            endings: end and pad tokens.
+            restartable, can_split: of one prompt, as for :meth:`tierkv.Store.begin`.
+        """
+        self._check_open()
         self._release_dropped()
         self._check_same_model()
         if copies < 1:
             raise InvalidInputError(f"copies must be at least 1, got {copies}")
-        endings = endings or Endings.of(self.generation_config)
-        prompts = Prompts.of(input_ids, attention_mask, pad_id=endings.pad_id)
         prompts.check_length(self.model.config, max_new_tokens)
         singles: list[TierKVCache] = []
+        alone = len(prompts.rows) == 1 and copies == 1
+        totals = [len(ids) + max_new_tokens for ids in prompts.rows]
+        limits = share_pool(self.store, totals)
         try:
-            for ids in prompts.rows:
-                sequence = self.store.begin(ids, max_new_tokens=max_new_tokens)
+            for ids, limit in zip(prompts.rows, limits, strict=True):
+                sequence = self.store.begin(
+                    ids,
+                    max_new_tokens=max_new_tokens,
+                    device_pages=limit,
+                    restartable=restartable and alone,
+                    can_split=can_split and alone,
+                )
                 row = Row(sequence, Feed(ids, sequence.length))
                 singles.append(self._wrap([row], endings))
-            if len(singles) == 1 and copies == 1:
+            if alone:
                 return singles[0]
             self._align(singles, prompts, to_end=copies > 1)
             joined = self._join(singles, prompts, endings)
@@ -191,6 +228,17 @@ class TierKV:
             for single in singles:
                 single.abandon()
             raise
+
+    def announce(self, input_ids: Any) -> Announcement:
+        """Start reading from disk what the store holds of one prompt; returns at once.
+
+        Args:
+            input_ids: ids of one sequence that will be given to :meth:`generate` or
+                :meth:`cache` soon.
+        """
+        self._check_open()
+        (ids,) = Prompts.of(input_ids, None, pad_id=None).rows
+        return self.store.announce(ids)
 
     @torch.no_grad()
     def generate(self, input_ids: Any, **generate_kwargs: Any) -> Any:

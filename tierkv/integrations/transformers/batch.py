@@ -138,6 +138,18 @@ class Batch:
             self._pending = None
         return self.columns
 
+    def join(self) -> None:
+        """Go on behind what was loaded while the front was computed; of one row.
+
+        Raises:
+            InvalidInputError: the front was not fed, or not to its end.
+        """
+        self.settle()
+        (row,) = self.rows
+        row.feed.jump(row.sequence.join())
+        for layer in self._layers:
+            layer.columns = self.columns
+
     def select(self, indices: list[int]) -> None:
         """Make row ``i`` the row ``indices[i]`` of now; rows named twice fork, others end.
 

@@ -60,6 +60,15 @@ class TierKVCache(Cache):  # type: ignore[misc]
             raise InvalidInputError(f"the cache has {len(self.batch.rows)} sequences, not one")
         return self.batch.rows[0].sequence
 
+    @property
+    def front(self) -> int:
+        """Tokens to feed before :meth:`join`, while the pages behind them load; mostly 0."""
+        return self.sequence.front if len(self.batch.rows) == 1 else 0
+
+    def join(self) -> None:
+        """Go on behind the pages that loaded while the front was fed."""
+        self.batch.join()
+
     def commit(self, outputs: Tensor | None = None) -> CommitReport:
         """Make all pages visible to later sequences and release the cache.
 

@@ -60,6 +60,11 @@ class Feed:
         if beyond < len(ids):
             self._fed.append(ids[beyond:])
 
+    def jump(self, length: int) -> None:
+        """Go on behind ``length`` of the ids that the cache was begun with."""
+        assert self.length <= length <= len(self._begun), "no such ids"
+        self.length = length
+
     def crop(self, length: int) -> None:
         """Forget the ids from ``length`` on; others may follow there."""
         if length < self.length:

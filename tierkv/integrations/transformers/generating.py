@@ -53,7 +53,7 @@ class Generation:
         self._options = Defaults(kwargs.get("generation_config"), kv.generation_config, kwargs)
         self._endings = Endings.of(self._options)
         pad_id = self._endings.pad_id
-        prompts = Prompts.of(input_ids, mask, pad_id=pad_id)
+        self._prompts = prompts = Prompts.of(input_ids, mask, pad_id=pad_id)
         self._ids, self._mask = prompts.tensors(pad_id or 0, kv.model.device)
         beams, returned = self._options.num_beams, self._options.num_return_sequences
         self._copies = max(int(beams or 1), int(returned or 1))
@@ -82,12 +82,13 @@ class Generation:
             if self._streamer is not None:
                 self._streamer.start_over()
         self._begun += 1
-        cache = self._kv.cache(
-            self._ids,
+        cache = self._kv.begin(
+            self._prompts,
             self._room,
-            attention_mask=self._mask,
             copies=self._copies,
             endings=self._endings,
+            restartable=self.can_start_over,
+            can_split=True,
         )
         if self._options.takes_tokens_back:
             cache.activate_past_recording()
@@ -100,6 +101,9 @@ class Generation:
             DeviceError: what was found did not arrive; the cache can only be abandoned.
         """
         given = {**self._kwargs, **more, cache_keyword(self._kv.model): cache}
+        if cache.front:
+            self._feed(cache, cache.front)
+            cache.join()
         piece = self._options.prefill_chunk_size
         if piece is not None:  # some releases forget here that a prefix is cached
             self._prefill(cache, int(piece))
@@ -117,8 +121,12 @@ class Generation:
         if piece < 1:
             raise InvalidInputError(f"prefill_chunk_size must be at least 1, got {piece}")
         for start in range(cache.get_seq_length(), self._ids.shape[1] - piece, piece):
-            stop = start + piece
-            feed_rows(self._kv.model, cache, self._ids[:, start:stop], self._mask[:, :stop])
+            self._feed(cache, start + piece)
+
+    def _feed(self, cache: TierKVCache, stop: int) -> None:
+        """Feed the prompt's columns up to ``stop``."""
+        new = self._ids[:, cache.get_seq_length() : stop]
+        feed_rows(self._kv.model, cache, new, self._mask[:, :stop])
 
 
 def feed_rows(model: Any, cache: TierKVCache, ids: Tensor, mask: Tensor | None = None) -> None:

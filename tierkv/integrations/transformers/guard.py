@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tierkv.integrations.transformers.batch import Batch
+    from tierkv.integrations.transformers.timing import ForwardClock
 
 CACHE_NAMES = ("cache", "past_key_values")
 _CHECKED = {"input_ids", "inputs_embeds", "attention_mask", "position_ids", "cache_position"}
@@ -53,11 +54,14 @@ _HARMLESS = {
 class ForwardGuard:
     """The hooks of one attached model; removed by :meth:`remove`."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, clock: ForwardClock | None = None) -> None:
         self._model = model
+        self._clock = clock
         self._signature = inspect.signature(model.forward)
         self._active = True
-        self._hook = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        self._hooks = [model.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
+        if clock is not None:
+            self._hooks.append(model.register_forward_hook(self._after_forward))
         self._prepare = getattr(model, "prepare_inputs_for_generation", None)
         if self._prepare is not None:
             model.prepare_inputs_for_generation = self._wrapped(self._prepare)
@@ -65,7 +69,8 @@ class ForwardGuard:
     def remove(self) -> None:
         """Take the hooks off the model; harmless when done before."""
         self._active = False
-        self._hook.remove()
+        for hook in self._hooks:
+            hook.remove()
         current = self._model.__dict__.get("prepare_inputs_for_generation")
         if getattr(current, "tierkv_guard", None) is self:
             del self._model.prepare_inputs_for_generation
@@ -105,6 +110,12 @@ class ForwardGuard:
             row.feed.check(fed)
         batch.reserve(len(ids[0]))  # no room: refused before anything is computed
         batch.begin(ids, in_place=self._attends_in_place(given, len(ids[0])))
+        if self._clock is not None and len(ids) == 1:
+            self._clock.start(len(ids[0]), batch.columns, batch.rows[0].sequence)
+
+    def _after_forward(self, *_: Any) -> None:
+        if self._clock is not None:
+            self._clock.stop()
 
     def _attends_in_place(self, given: Mapping[str, Any], new_tokens: int) -> bool:
         """Return whether attention reads the pages itself: one new token, no gradients."""
