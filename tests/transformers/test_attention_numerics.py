@@ -48,6 +48,46 @@ def make_views(spec: Any, lengths: list[int]) -> Any:
     return store, sequences, held
 
 
+def test_scattered_pages_give_the_same_bits() -> None:
+    """Sequences that grew side by side, and one that did not; the end in the middle of a page."""
+    components = tuple(tierkv.Component(name=n, heads=2, dim=16) for n in ("k", "v"))
+    group = tierkv.LayerGroup(
+        name="g",
+        kind=tierkv.GroupKind.FULL,
+        layers=(0,),
+        components=components,
+        dtype="float32",
+        page_tokens=PAGE,
+    )
+    spec = tierkv.CacheSpec(groups=(group,), rope="none")
+    chooser = torch.Generator().manual_seed(1)
+    states = [torch.randn(2, 62, 16, generator=chooser) for _ in range(2)]
+    query = torch.randn(6, 16, generator=chooser)
+    outs, extents = [], []
+    store, (whole, one, other), _ = make_views(spec, [1, 1, 1])
+    with store, torch.no_grad():
+        for sequence in (whole, one, other):
+            sequence.crop(0)
+        with whole.gate.layer(0) as view:
+            view.append(*states)
+        first = 30
+        for start, stop in ((0, first), *((at, at + 1) for at in range(first, 62))):
+            for sequence in (one, other):
+                with sequence.gate.layer(0) as view:
+                    view.append(*(state[:, start:stop] for state in states))
+        for sequence in (whole, one, other):
+            outs.append(torch.empty(6, 16))
+            with sequence.gate.layer(0) as view:
+                attend_in_place(query, view, outs[-1], scale=0.3)
+                extents.append(len(view.extents()))
+            sequence.abandon()
+    assert extents[0] <= 2
+    assert min(extents[1:]) > 6
+    assert torch.equal(outs[0], outs[1])
+    assert torch.equal(outs[0], outs[2])
+    assert (outs[0] - in_float64(query, states, None, None, None)).abs().max() < 2e-6
+
+
 def parts(spec: Any) -> Any:
     return spec.groups[0].components
 

@@ -2,8 +2,14 @@
 
 The keys of a layer are ``[pages, rows, heads, dim]`` in place, pages at one distance and rows
 at another, so the pages of one KV head are a batch of matrices to ``torch.bmm``, which reads
-them without copying.  All scores of a token go through one softmax.  Ends of pages without
-tokens are cut off, not masked: what lies there may be anything, not-a-number included.
+them without copying.  All scores of a token go through one softmax.  Rows of pages that hold
+no token, or none of the window, may be anything, not-a-number included: their scores are
+overwritten, and their V is cut off.
+
+Every page is multiplied apart, and the products are summed in one order, so that results do not
+depend on where the pages lie: a sequence that was loaded, or streams through a ring, gives the
+same bits.  Pages that lie scattered one by one (sequences that grew side by side) are copied
+together first, page by page, since a call for each would cost more than the copy.
 """
 
 from __future__ import annotations
@@ -12,13 +18,17 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from tierkv.data_plane.extents import Extent, component_views
+
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor
 
-    from tierkv.data_plane.extents import Extent
     from tierkv.data_plane.layer_view import LayerView
+
+# Extents shorter than this, if there are so many in a row, are copied into one.
+_SHORT, _MANY = 4, 6
 
 
 def attend_in_place(
@@ -43,7 +53,7 @@ def attend_in_place(
             only.
     """
     size, start, stop = layer.group.page_tokens, layer.attended_from(1), layer.length
-    places = [(extent, layer.views(extent)) for extent in layer.extents(queries=1)]
+    places = _places(layer)
     kv_heads = layer.group.components[0].heads
     grouped = (query * scale).view(kv_heads, -1, query.shape[-1])
     group, begin = grouped.shape[1], places[0][0].start
@@ -74,6 +84,40 @@ def attend_in_place(
             target = products[:, first + page : first + page + count]
             _multiply_weights(span, values[page : page + count, low:high], target)
     torch.sum(products, dim=1, out=out.view(kv_heads, group, -1))
+
+
+def _places(layer: LayerView) -> list[tuple[Extent, tuple[Tensor, ...]]]:
+    """Return extents with K and V ``[pages, rows, heads, dim]``; scattered ones as one copy."""
+    places: list[tuple[Extent, tuple[Tensor, ...]]] = []
+    scattered: list[Extent] = []
+    for extent in layer.extents(queries=1):
+        if extent.pages < _SHORT:
+            scattered.append(extent)
+            continue
+        places += _together(layer, scattered)
+        scattered = []
+        places.append((extent, layer.views(extent)))
+    return places + _together(layer, scattered)
+
+
+def _together(
+    layer: LayerView, extents: Sequence[Extent]
+) -> list[tuple[Extent, tuple[Tensor, ...]]]:
+    """Return adjacent extents with their views: copied into one if they are many."""
+    if len(extents) < _MANY:
+        return [(extent, layer.views(extent)) for extent in extents]
+    group, size = layer.group, layer.memory.element_size()
+    elements = group.layer_bytes // size
+    pages = sum(extent.pages for extent in extents)
+    copied, at = layer.memory.new_empty((pages, elements)), 0
+    for extent in extents:
+        there = layer.memory.as_strided(
+            (extent.pages, elements), (extent.stride // size, 1), extent.offset // size
+        )
+        copied[at : at + extent.pages].copy_(there)
+        at += extent.pages
+    one = Extent(0, group.layer_bytes, pages, extents[0].start)
+    return [(one, component_views(copied.view(-1), group, one))]
 
 
 def cuts(extent: Extent, start: int, stop: int, size: int) -> Iterator[tuple[int, int, int, int]]:
