@@ -1,4 +1,5 @@
 import pytest
+from layered import reopen, stepped_disk  # noqa: F401
 from toy_model import FULL, namespace
 
 from tierkv import Store

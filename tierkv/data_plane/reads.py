@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from tierkv.data_plane.parts import cut_pages
+from tierkv.data_plane.parts import PART_BYTES, cut_pages
 from tierkv.devices.base import Traffic
 from tierkv.storage.types import ReadStatus
 from tierkv.tiers import Tier
@@ -102,6 +102,7 @@ class Reads:
 
     Attributes:
         trusted: False after a read that failed for no reason of the page's, until one succeeds.
+        part_bytes: least size of a part, where pages are read in parts.
     """
 
     def __init__(
@@ -113,6 +114,7 @@ class Reads:
         self._ahead: set[bytes] = set()  # read ahead and not used yet
         self._meter = Meter(core.clock)
         self.trusted = True
+        self.part_bytes = PART_BYTES
 
     # -- with the lock held --------------------------------------------------------------
 
@@ -296,7 +298,8 @@ class Reads:
             parts = [ReadPart(sorted(core.spec.layer_to_group), rows, tickets[0])]
             sizes = [[place.nbytes for place in places]]
         else:
-            cuts = cut_pages(core.spec, pages, [not raw for raw in disk.in_ranges(keys)])
+            whole = [not raw for raw in disk.in_ranges(keys)]
+            cuts = cut_pages(core.spec, pages, whole, self.part_bytes)
             batches = [cut.reads for cut in cuts]
             tickets = disk.submit_ranges(batches, namespace=core.namespace.digest)
             parts = [ReadPart(c.layers, c.rows, t) for c, t in zip(cuts, tickets, strict=True)]

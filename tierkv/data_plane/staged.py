@@ -34,6 +34,12 @@ class _Step:
 
     read: Read
     part: ReadPart
+    group: int
+
+    @property
+    def lane(self) -> tuple[int, int]:
+        """Steps of one lane are taken in order."""
+        return id(self.read), self.group
 
 
 class StagedEvent:
@@ -55,12 +61,16 @@ class StagedEvent:
     def wait(self, timeout_s: float) -> bool:
         """Take in the layer's reads, enqueue its copies, and wait for them.
 
+        Of a load that was cancelled, wait for what is being copied.
+
         Raises:
             DeviceError: a page proved bad or came too late, or a copy failed.
         """
         clock = self._arrival.clock
         deadline = clock() + timeout_s
-        events = self._arrival.enqueue(self._layer, deadline)
+        events = self._arrival.left_over()
+        if events is None:
+            events = self._arrival.enqueue(self._layer, deadline)
         if events is None:
             return False
         return all(event.wait(max(0.0, deadline - clock())) for event in events)
@@ -101,7 +111,7 @@ class StagedArrival:
         self._pending: list[_Step] = []
         self._copies: dict[int, list[Event]] = {}
         self._error: DeviceError | None = None
-        self._ended = False
+        self._cancelled = self._abandoned = False
         for read in self._using:
             read.guard(self.quiet)
 
@@ -112,7 +122,12 @@ class StagedArrival:
         groups = set(core.index.group(self._rows).tolist())
         layers = [layer for layer, g in core.spec.layer_to_group.items() if g in groups]
         self.events = {layer: StagedEvent(self, layer) for layer in sorted(layers)}
-        steps = [_Step(read, part) for read in self._using for part in read.parts]
+        group_of = core.spec.layer_to_group
+        steps = [
+            _Step(read, part, group_of[part.layers[0]])
+            for read in self._using
+            for part in read.parts
+        ]
         self._pending = sorted(steps, key=lambda step: step.part.layers[0])
         core.fences.order(self._stream, self._targets.values(), core.timeout_s)
         self._advance()
@@ -144,7 +159,7 @@ class StagedArrival:
                 self._advance()
                 if self._error is not None:
                     raise DeviceError(*self._error.args)
-                if self._ended:
+                if self._cancelled:
                     raise DeviceError("the load was cancelled")
                 step = self._step_of(layer)
                 if step is None:
@@ -152,13 +167,20 @@ class StagedArrival:
             if not self._reads.wait_part(step.read, step.part, deadline):
                 return None
 
-    def cancel(self) -> None:
-        """Copy nothing more, and give up reads that nobody else waits for."""
+    def left_over(self) -> Sequence[Event] | None:
+        """Return events after what is still copied of a load that ``cancel`` ended, else None."""
         with self._core.lock:
-            self._ended = True
-            self._pending.clear()
-            using, self._using = self._using, []
-            self._reads.leave(using)
+            copies = [event for events in self._copies.values() for event in events]
+            return copies if self._abandoned else None
+
+    def cancel(self) -> None:
+        """Copy nothing more, and give up reads that nobody else waits for.
+
+        Nobody will ask for a layer any more: events now stand for what is being copied.
+        """
+        with self._core.lock:
+            self._abandoned = True
+            self._leave()
 
     def settle(self) -> None:
         """Share the pages if all is well, and let go of everything else."""
@@ -168,31 +190,43 @@ class StagedArrival:
                 events = [event for copies in self._copies.values() for event in copies]
                 if arrived(events):
                     self._share()
-            self.cancel()
+            self._leave()
             self._sources.release()
 
     def quiet(self) -> bool:
         """Return whether nothing of this copies from host slots, now or later."""
         return (self._is_over() or not self._pending) and all(map(self._copied, self._copies))
 
+    def _leave(self) -> None:
+        """Stop using the reads; what was not copied yet will not be."""
+        self._cancelled = self._cancelled or bool(self._pending)
+        self._pending.clear()
+        using, self._using = self._using, []
+        self._reads.leave(using)
+
     def _is_over(self) -> bool:
-        return self._ended or self._error is not None
+        return self._cancelled or self._error is not None
 
     def _copied(self, layer: int) -> bool:
         return all(event.done() for event in self._copies.get(layer, ()))
 
     def _step_of(self, layer: int) -> _Step | None:
-        return next((step for step in self._pending if layer in step.part.layers), None)
+        """Return what a layer waits for first: pages may have come whole with an earlier part."""
+        wanted = {step.lane for step in self._pending if layer in step.part.layers}
+        return next((step for step in self._pending if step.lane in wanted), None)
 
     def _advance(self) -> None:
         """Take in what has arrived, in the order of the layers.  With the lock held."""
         waiting: list[_Step] = []
+        held_up = set[tuple[int, int]]()
         for step in () if self._is_over() else self._pending:
-            if self._error is None and (step.read.over or step.part.settled()):
+            here = step.read.over or step.part.settled()
+            if self._error is None and here and step.lane not in held_up:
                 self._take(step)
             else:
                 waiting.append(step)
-        if not self._ended:
+                held_up.add(step.lane)
+        if not self._cancelled:
             self._pending = waiting
         for read in self._using:
             self._reads.take_in(read)
