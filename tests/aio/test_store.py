@@ -51,6 +51,25 @@ def test_turns_find_what_they_find_without_await(tmp_path, tools, spec):
     tools.run(main())
 
 
+def test_what_was_announced_is_in_host_memory_when_it_is_begun(tmp_path, tools):
+    options = tools.options(device=200, host=40, disk=200)
+    with Store.open(tmp_path / "s", **options) as store:
+        turn(store, TOKENS)
+
+    async def main():
+        async with await tools.AsyncStore.open(tmp_path / "s", **options) as store:
+            announcement = await store.announce([*TOKENS, 7])
+            assert announcement.tokens == len(TOKENS)
+            assert await asyncio.to_thread(announcement.wait, 20)
+            async with await store.begin([*TOKENS, 7], restartable=True) as sequence:
+                assert sequence.found.host == len(TOKENS)
+                await tools.feed(sequence, [*TOKENS, 7])
+            assert store.stats().counters["prefetched_pages"] == announcement.pages == 8
+            await tools.whole(store)
+
+    tools.run(main())
+
+
 def test_every_call_has_its_twin(tmp_path, tools):
     async def main():
         async with await tools.AsyncStore.open(tmp_path / "s", **tools.options()) as store:

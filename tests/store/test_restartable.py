@@ -2,6 +2,7 @@
 
 import errno
 import threading
+from types import SimpleNamespace
 
 import pytest
 from layered import (
@@ -16,8 +17,9 @@ from layered import (
 from toy_model import expect_state, feed, full_group, states, turn
 
 from tierkv import SequenceEndedError, StoreClosedError
+from tierkv.data_plane.arrivals import LoadMeter, LoadTime
 from tierkv.data_plane.parts import layer_parts
-from tierkv.devices.base import DeviceError
+from tierkv.devices.base import DeviceError, Traffic
 from tierkv.devices.cpu import CpuDevice
 from tierkv.devices.faults import Faults
 from tierkv.storage.testing import Gate
@@ -351,35 +353,43 @@ def test_it_can_end_after_any_read_and_any_layer(reopen, disk, spec):
 # -- parts -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("layers", "least", "sizes"),
-    [
-        (4, 1, [1, 1, 1, 1]),
-        (4, 4096, [1, 1, 1, 1]),
-        (4, 4097, [2, 2]),
-        (5, 8192, [2, 3]),  # the last part takes what is left over
-        (7, 3 * 4096, [3, 4]),
-        (4, 3 * 4096, [4]),  # no room for two parts that are large enough
-        (1, 1, [1]),
-    ],
-)
-def test_parts_are_consecutive_layers_that_are_large_enough(layers, least, sizes):
+@pytest.mark.parametrize("least", [1, 4096, 4097, 8192, 3 * 4096, 1 << 30])
+@pytest.mark.parametrize("layers", [1, 2, 3, 4, 7, 30])
+def test_parts_are_consecutive_layers_that_are_large_enough(layers, least):
     group = full_group(layers=tuple(range(3, 3 + layers)), page_tokens=8)
     parts = layer_parts(group, least)
-    assert [len(part) for part in parts] == sizes
     assert [layer for part in parts for layer in part] == list(group.layers)
+    if len(parts) > 1:
+        assert all(4 * len(part) * group.layer_bytes >= least for part in parts)
+        assert all(len(part) * group.layer_bytes >= least for part in parts[1:-1])
+    else:
+        assert layers == 1 or group.page_bytes < 2 * (least + group.layer_bytes)
 
 
 def test_layers_that_do_not_begin_at_a_disks_units_are_read_whole():
     assert layer_parts(full_group(layers=(0, 1, 2), page_tokens=4), 1) == [(0, 1, 2)]
 
 
-def test_disk_traffic_and_load_time_are_measured(reopen):
+def test_disk_traffic_is_measured(reopen):
     store = reopen(FULL)
     sequence = begin(store)
     feed(sequence, [*TOKENS, 7])
     traffic = store._transfers.reads.traffic()
     assert (traffic.batches, traffic.bytes) == (4, 4 * FULL.slot_bytes)
     assert traffic.seconds > 0
-    sequence.commit([*TOKENS, 7])
     sequence.abandon()
+
+
+def test_what_nobody_waited_for_counts_as_hidden():
+    now, carried = [0.0], {"disk": 0.0, "load": 0.0}
+    core = SimpleNamespace(clock=lambda: now[0])
+    meters = [lambda name=name: Traffic(1, 1, carried[name]) for name in carried]
+    carried["disk"] = 5.0  # before, by others
+    meter = LoadMeter(core, *meters)
+    with meter.waiting():
+        now[0] += 1.0
+    carried["disk"], carried["load"] = 8.0, 1.0
+    assert meter.result(waited_s=0.5) == LoadTime(exposed_s=1.5, hidden_s=2.5)
+    meter.stop()
+    carried["load"] = 100.0  # of others, later
+    assert meter.result() == LoadTime(exposed_s=1.0, hidden_s=3.0)

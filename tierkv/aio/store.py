@@ -11,6 +11,7 @@ from weakref import WeakSet
 from tierkv.aio.pool import AsyncPool
 from tierkv.aio.sequence import AsyncSequence
 from tierkv.aio.workers import Workers, WorkersStats, first_call
+from tierkv.data_plane.announcing import Announcement
 from tierkv.errors import StoreClosedError
 from tierkv.sequence import Sequence
 from tierkv.store import Store
@@ -108,6 +109,7 @@ class AsyncStore:
         extras: Extras = (),
         max_new_tokens: int = 0,
         limit: int | None = None,
+        restartable: bool = False,
     ) -> AsyncSequence:
         """Begin a sequence; arguments and errors as for :meth:`tierkv.Store.begin`.
 
@@ -122,8 +124,18 @@ class AsyncStore:
             extras=extras,
             max_new_tokens=max_new_tokens,
             limit=limit,
+            restartable=restartable,
         )
         return self._adopt(await self._workers.run(call, undo=Sequence.abandon))
+
+    async def announce(self, token_ids: Any, *, extras: Extras = ()) -> Announcement:
+        """Start reading what lies on disk of a prompt; see :meth:`tierkv.Store.announce`.
+
+        Of what it returns, only ``wait`` blocks; awaiting :meth:`begin` serves instead.
+        """
+        self._must_be_open()
+        call = partial(self._store.announce, token_ids, extras=extras)
+        return await self._workers.run(call, undo=Announcement.cancel)
 
     def attach_pool(self, tensors: PoolTensors, *, layout: str) -> AsyncPool:
         """Put the host and disk tiers behind an engine's pool; see :meth:`Store.attach_pool`.
