@@ -111,10 +111,18 @@ class Move:
     def _bring_batches(self, wanted: list[int], *, behind: bool) -> FetchOutcome:
         reads = self._lane.transfers.reads
         step = max(1, self._core.planner.capacity(Tier.HOST) // 2)
+        with self._core.lock:
+            away = set(self._lane.fetcher.settle_claims(wanted, self._claims))
+        here = [row for row in wanted if row not in away]
+        wanted = [row for row in wanted if row in away]
+        if here:
+            self._start(here)  # only what must be read needs host memory to pass through
         for start in range(0, len(wanted), step):
-            if self.arrivals:  # the host pages of the batch before must come free
-                self.wait()
             batch = wanted[start : start + step]
+            with self._core.lock:
+                crowded = self._lane.transfers.obtainable(Tier.HOST) < len(batch)
+            if start or crowded:  # the host pages of copies under way must come free
+                self.wait()
             if behind and start + step >= len(wanted) and reads.trusted:
                 return self._stage(batch)
             with self._meter.waiting():

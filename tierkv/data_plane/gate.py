@@ -7,7 +7,8 @@ records the last use, so that the slots can be reused.  A view is dead once left
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from tierkv.data_plane.extents import Extent
@@ -199,8 +200,7 @@ class LayerGate:
         for layer in list(self._arriving):
             self._await(layer)
         for ring in self._rings.values():
-            stored = ring.stored()
-            if stored is not None and not stored.wait(self._timeout_s):
+            if not all(event.wait(self._timeout_s) for event in ring.stored()):
                 raise DeviceError("spilled pages were not written back in time")
 
     def leave(self, layer: int) -> None:
@@ -234,12 +234,9 @@ class LayerGate:
         arriving = self._arriving.get(layer)
         if not arriving:
             return
-        started = self._clock()
-        try:
+        with self._waiting():
             for event in arriving:
                 self._device.compute.wait(event, self._timeout_s)
-        finally:
-            self.waited_s += self._clock() - started
         self._arriving.pop(layer, None)  # only now: after a failure the next entry waits again
 
     def _ring(self, layer: int) -> LayerRing | None:
@@ -249,7 +246,17 @@ class LayerGate:
     def _enter_ring(self, layer: int) -> None:
         ring = self._ring(layer)
         if ring is not None:
-            ring.enter(layer, self.written[layer])
+            with self._waiting():
+                ring.enter(layer, self.written[layer])
+
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """Count the time of a ``with`` block as waited for."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self.waited_s += self._clock() - started
 
 
 def drain(events: Sequence[Event], timeout_s: float) -> bool:

@@ -176,8 +176,9 @@ class LayerView:
                 for extent in extents
                 for page in range(extent.pages)
             ]
-            table = torch.tensor(offsets, dtype=torch.int64).to(self.memory.device)
-            self._page_table = (extents, table)
+            on_gpu = self.memory.is_cuda  # then a copy that the host need not wait for
+            table = torch.tensor(offsets, dtype=torch.int64, pin_memory=on_gpu)
+            self._page_table = (extents, table.to(self.memory.device, non_blocking=True))
         return self._page_table[1]
 
     def __enter__(self) -> LayerView:

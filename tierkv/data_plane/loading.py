@@ -239,8 +239,9 @@ class Loader:
         behind = (restartable or loaded.front > 0) and not any(loaded.spill)
         outcome = move.bring(absent, behind=behind)
         if outcome is FetchOutcome.READY:
-            if any(loaded.spill):
-                move.wait()
+            spills = zip(loaded.tables, loaded.spill, strict=True)
+            if any(table.spilled < count for table, count in spills):
+                move.wait()  # a page used in part is going to leave the device again
             loaded.arrivals = move.arrivals
             self._fill_tables(loaded, found, move)
         return outcome

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from tierkv.storage.aligned import ALIGNMENT
@@ -13,22 +14,24 @@ if TYPE_CHECKING:
     from tierkv.storage.aligned import ByteArray
 
 # Smaller transfers cost a disk more in latency than waiting for less gains.
-PART_BYTES = 256 << 10
+PART_BYTES = 128 << 10
 
 
 def layer_parts(group: LayerGroup, least_bytes: int = PART_BYTES) -> list[tuple[int, ...]]:
     """Return the model layers of a group in runs whose range of a page is large enough.
 
-    One run, where a page is smaller, or where layers do not begin at multiples of what a disk
-    transfers.
+    The first and the last run are a quarter of that: nothing can compute before the first has
+    arrived, and the copies of the last one are hidden behind no read.  One run, where a page is
+    smaller, or where layers do not begin at multiples of what a disk transfers.
     """
     size, layers = group.layer_bytes, group.layers
     step = max(1, -(-least_bytes // size))
     if size % ALIGNMENT or len(layers) < 2 * step:
         return [layers]
-    starts = range(0, len(layers) - step + 1, step)
-    stops = [*starts[1:], len(layers)]  # the last run takes what is left over
-    return [layers[a:b] for a, b in zip(starts, stops, strict=True)]
+    end = max(1, -(-(least_bytes // 4) // size))
+    inner = max(1, (len(layers) - 2 * end) // step)  # runs between the ends
+    borders = [end + i * (len(layers) - 2 * end) // inner for i in range(inner + 1)]
+    return [layers[a:b] for a, b in pairwise([0, *borders, len(layers)]) if b > a]
 
 
 class Cut:

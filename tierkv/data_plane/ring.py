@@ -6,9 +6,10 @@ while the layers before compute; ranges that a step wrote are copied back behind
 buffers lie in pool slots, so attention finds these pages in the same memory as all others.
 
 With ``R`` buffers, the layer at position ``i`` of the group uses buffer ``i % R``, and leaving
-it starts the load of the layer that uses the buffer next.  The orders kept, by events:
-a load goes behind the last kernel that used the buffer and behind the last write-back; a
-kernel goes behind the load; a write-back goes behind the kernel.
+it starts the load of the layer that uses the buffer next; the first entry fills them all.  The
+orders kept, by events: a load goes behind the last kernel that used the buffer, behind the
+write-back out of it and behind the write-back of the layer to load; a kernel goes behind the
+load and behind the write-back; a write-back goes behind the kernel.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class LayerRing:
         self._buffers = [_Buffer() for _ in range(self._depth)]
         self._load = core.device.stream("load")
         self._save = core.device.stream("save")
-        self._stored: Event | None = None
+        self._stored: dict[int, Event] = {}  # by layer, after its last write-back
         self._streamed = 0
 
     def slots_short(self) -> int:
@@ -85,6 +86,7 @@ class LayerRing:
             )
         buffer = self._buffer(layer)
         self._fill(buffer, layer, tokens)
+        self._fill_ahead(layer, tokens)
         for event in (buffer.loaded, buffer.stored):
             if event is not None:
                 self._core.device.compute.wait(event, self._core.timeout_s)
@@ -105,7 +107,7 @@ class LayerRing:
             if first < last:
                 self._save.wait(used, timeout_s)
                 self._save.copy(self._copies(layer, first, last, up=False))
-                self._stored = buffer.stored = self._save.record()
+                self._stored[layer] = buffer.stored = self._save.record()
                 buffer.pages = max(buffer.pages, last)
         following = self.following(layer)
         if following == layer:
@@ -135,11 +137,11 @@ class LayerRing:
     def events(self) -> list[Event]:
         """Return events after all copies under way."""
         loaded = [b.loaded for b in self._buffers if b.loaded is not None]
-        return loaded if self._stored is None else [*loaded, self._stored]
+        return [*loaded, *self._stored.values()]
 
-    def stored(self) -> Event | None:
-        """Return an event after the last write-back to host memory."""
-        return self._stored
+    def stored(self) -> list[Event]:
+        """Return events after the last write-backs to host memory."""
+        return list(self._stored.values())
 
     def take_streamed(self) -> int:
         """Return the bytes loaded since the last call."""
@@ -152,18 +154,28 @@ class LayerRing:
     def _fill(self, buffer: _Buffer, layer: int, tokens: int) -> None:
         """Load what a buffer lacks of the pages that hold the first ``tokens`` tokens."""
         if buffer.layer != layer:
-            self._order_behind_compute()
+            if buffer.layer is not None:
+                self._order_behind_compute()
             buffer.layer, buffer.pages = layer, 0
         places = len(self.slots) * self._per_slot
         wanted = min(self._table.spilled, self._table.group.pages_for(tokens), places)
         if buffer.pages >= wanted:
             return
-        if self._stored is not None:
-            self._load.wait(self._stored, self._core.timeout_s)
+        for event in (buffer.stored, self._stored.get(layer)):
+            if event is not None:
+                self._load.wait(event, self._core.timeout_s)
         self._load.copy(self._copies(layer, buffer.pages, wanted, up=True))
         buffer.loaded = self._load.record()
         self._streamed += (wanted - buffer.pages) * self._layer_bytes
         buffer.pages = wanted
+
+    def _fill_ahead(self, layer: int, tokens: int) -> None:
+        """Load the layers that come next into buffers that hold nothing yet."""
+        at = self._layers.index(layer)
+        for following in self._layers[at + 1 : at + self._depth]:
+            buffer = self._buffer(following)
+            if buffer.layer is None:
+                self._fill(buffer, following, tokens)
 
     def _order_behind_compute(self) -> None:
         """For a layer entered out of turn: its buffer's last user may still run."""
