@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from typing import TYPE_CHECKING
 
+from tierkv.data_plane.committing import Committer
+from tierkv.data_plane.gate import LayerGate
+from tierkv.data_plane.holding import Holding
 from tierkv.sequence import Sequence
 from tierkv.tiers import Tier
 
@@ -46,11 +50,27 @@ class Running:
         Raises:
             SequenceTooLongError, PoolExhaustedError: there is no such room.
         """
-        core = self._core
-        sequence = Sequence.begin(
-            core, self._loader, self._transfers, self, chains, tokens, loaded, device_pages
+        core, tables = self._core, loaded.tables
+        holding = Holding(core, self._transfers, tables, device_pages)
+        length, resumed = (0, 0) if loaded.front else (loaded.tokens, loaded.resumed)
+        committer = Committer(core, chains, tables, committed=length, turn_end=resumed)
+        gate = partial(
+            LayerGate,
+            core.device,
+            core.pool,
+            tables,
+            core.spec.layer_to_group,
+            length,
+            timeout_s=core.timeout_s,
+            rings=holding.spill.rings,
+            clock=core.clock,
         )
+        sequence = Sequence(
+            core, self._loader, self, tokens, loaded.found, holding, committer, gate
+        )
+        sequence.start_from(loaded)
         with core.lock:
+            self.add(sequence)
             core.counters.begins += 1
             core.counters.prompt_tokens += len(tokens)
             for tier in Tier:

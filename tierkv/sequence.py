@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tierkv.data_plane.committing import Committer, check_fed
+from tierkv.data_plane.arrivals import LoadTime
+from tierkv.data_plane.committing import check_fed
 from tierkv.data_plane.flushing import write_pages
-from tierkv.data_plane.gate import LayerGate, drain
-from tierkv.data_plane.holding import Holding
+from tierkv.data_plane.gate import drain
 from tierkv.data_plane.room import no_room
 from tierkv.devices.base import DeviceError
 from tierkv.errors import InvalidInputError, SequenceEndedError
@@ -19,11 +18,13 @@ from tierkv.stats import CommitReport, Found
 
 if TYPE_CHECKING:
     from tierkv.control_plane.load_plan import LoadPlan
-    from tierkv.data_plane.arrivals import Arrival
+    from tierkv.data_plane.arrivals import Arrival, LoadMeter
+    from tierkv.data_plane.committing import Committer
     from tierkv.data_plane.core import Core
+    from tierkv.data_plane.gate import LayerGate
+    from tierkv.data_plane.holding import Holding
     from tierkv.data_plane.loading import Loaded, Loader
-    from tierkv.data_plane.transfer import Transfers
-    from tierkv.identity.keys import KeyChain, TokenArray
+    from tierkv.identity.keys import TokenArray
     from tierkv.identity.spec import CacheSpec
     from tierkv.running import Running
     from tierkv.tiers import Tier
@@ -55,7 +56,7 @@ class Sequence:
         committer: Committer,
         gate: Callable[..., LayerGate],
     ) -> None:
-        """Take over pages and tables; use :meth:`begin` or :meth:`fork`."""
+        """Take over pages and tables; use :meth:`tierkv.Store.begin` or :meth:`fork`."""
         self.found = found
         self._core = core
         self._loader = loader
@@ -66,46 +67,19 @@ class Sequence:
         self._arrivals: list[Arrival] = []
         self._prepared: tuple[int, int] | None = None
         self._back: Loaded | None = None
+        self._meter: LoadMeter | None = None
         self._ended = False
         self.gate = gate(reserve=self._reserve)
 
-    @classmethod
-    def begin(
-        cls,
-        core: Core,
-        loader: Loader,
-        transfers: Transfers,
-        running: Running,
-        chains: SequenceOf[KeyChain],
-        tokens: TokenArray,
-        loaded: Loaded,
-        device_limit: int | None = None,
-    ) -> Sequence:
-        """Return a sequence that starts from what was loaded."""
-        tables, split = loaded.tables, loaded.front > 0
-        holding = Holding(core, transfers, tables, device_limit)
-        length, resumed = (0, 0) if split else (loaded.tokens, loaded.resumed)
-        committer = Committer(core, chains, tables, committed=length, turn_end=resumed)
-        gate = partial(
-            LayerGate,
-            core.device,
-            core.pool,
-            tables,
-            core.spec.layer_to_group,
-            length,
-            timeout_s=core.timeout_s,
-            rings=holding.spill.rings,
-        )
-        sequence = cls(core, loader, running, tokens, loaded.found, holding, committer, gate)
-        sequence._arrivals = loaded.arrivals
-        sequence.plan = loaded.plan
-        if split:
-            sequence._back = loaded
+    def start_from(self, loaded: Loaded) -> None:
+        """Take over what was loaded for it; once, before anything is fed."""
+        self.plan = loaded.plan
+        self._arrivals = loaded.arrivals
+        self._meter = loaded.meter
+        if loaded.front:
+            self._back = loaded
         else:
-            sequence._expect(loaded.arrivals)
-        with core.lock:
-            running.add(sequence)
-        return sequence
+            self._expect(loaded.arrivals)
 
     def fork(self) -> Sequence:
         """Return another sequence with the same state.
@@ -232,6 +206,11 @@ class Sequence:
         return self._tokens
 
     @property
+    def load_time(self) -> LoadTime:
+        """What loading took so far: what was waited for, and what computing has hidden."""
+        return LoadTime() if self._meter is None else self._meter.result(self.gate.waited_s)
+
+    @property
     def ended(self) -> bool:
         """Whether the sequence was finished or abandoned."""
         return self._ended
@@ -355,6 +334,8 @@ class Sequence:
     def _settle_arrivals(self) -> None:
         self._loader.settle(self._arrivals)
         self._arrivals = []
+        if self._meter is not None:
+            self._meter.stop()
 
     def _reserve(self, start: int, count: int) -> None:
         """Called by the gate before each layer's append."""

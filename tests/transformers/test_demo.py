@@ -44,6 +44,9 @@ def test_every_turn_is_told_and_written(
         assert turn["computed"] == turn["prompt_tokens"] - sum(turn["found"].values()) > 0
         assert turn["ttft_s"] > 0
         assert turn["recompute_s"] > 0
+        loads = turn["hidden_load_s"] + turn["exposed_load_s"]
+        assert loads >= 0
+        assert (loads > 0) or not (turn["found"]["host"] or turn["found"]["disk"])
         assert turn["tokens_equal"] is True
         assert (sum(turn["found"].values()) > 0) == (turn["turn"] > 1)
     assert all(t["found"]["disk"] > 0 for t in data["turns"] if t["turn"] == 3), "not reopened"
@@ -154,6 +157,8 @@ def test_the_median_leaves_first_turns_out() -> None:
             turn=turn,
             prompt_tokens=10,
             found=Found(device=5),
+            hidden_load_s=0.0,
+            exposed_load_s=0.0,
             computed=5,
             ttft_s=1.0,
             recompute_s=seconds,

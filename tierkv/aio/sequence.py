@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from tierkv.aio.workers import Workers
-    from tierkv.data_plane.gate import LayerView
+    from tierkv.data_plane.layer_view import LayerView
     from tierkv.identity.keys import TokenArray
     from tierkv.identity.spec import CacheSpec
     from tierkv.sequence import Sequence

@@ -27,6 +27,7 @@ from tierkv.errors import InvalidInputError, StoreLockedError
 from tierkv.units import parse_bytes
 
 if TYPE_CHECKING:
+    from tierkv.data_plane.arrivals import LoadTime
     from tierkv.integrations.transformers import TierKV
     from tierkv.stats import Found
 
@@ -140,9 +141,9 @@ class _Run:
         # The order alternates, so that neither way always runs on a warm machine.
         if len(self.results) % 2:
             again, recompute_s = self._recomputed(prompt)
-            ids, ttft_s, found = self._resumed(kv, prompt)
+            ids, ttft_s, found, load = self._resumed(kv, prompt)
         else:
-            ids, ttft_s, found = self._resumed(kv, prompt)
+            ids, ttft_s, found, load = self._resumed(kv, prompt)
             again, recompute_s = self._recomputed(prompt)
         self.results.append(
             TurnResult(
@@ -151,6 +152,8 @@ class _Run:
                 prompt_tokens=len(prompt),
                 found=found,
                 computed=len(prompt) - found.total,
+                hidden_load_s=load.hidden_s,
+                exposed_load_s=load.exposed_s,
                 ttft_s=ttft_s,
                 recompute_s=recompute_s,
                 tokens_equal=ids == again,
@@ -158,31 +161,23 @@ class _Run:
         )
         dialogue.answered(ids)
 
-    def _resumed(self, kv: TierKV, prompt: list[int]) -> tuple[list[int], float, Found]:
-        from tierkv.integrations.transformers.versions import cache_keyword
+    def _resumed(self, kv: TierKV, prompt: list[int]) -> tuple[list[int], float, Found, LoadTime]:
+        """Generate with what is stored, its pages arriving while the first layers compute."""
+        from tierkv.integrations.transformers.generating import Generation, attempts
 
         watch = _FirstToken()
-        with kv.cache(prompt, max_new_tokens=self._options["max_new_tokens"]) as cache:
-            ids = self._generate(prompt, watch, **{cache_keyword(kv.model): cache})
-        return ids, watch.seconds, cache.found
+        generation = Generation(kv, prompt, {**self._options, "streamer": watch})
+        output, cache = attempts(generation)
+        return output[0, len(prompt) :].tolist(), watch.seconds, cache.found, cache.load_time
 
     def _recomputed(self, prompt: list[int]) -> tuple[list[int], float]:
-        watch = _FirstToken()
-        return self._generate(prompt, watch), watch.seconds
-
-    def _generate(self, prompt: list[int], watch: _FirstToken, **given: Any) -> list[int]:
         import torch
 
-        from tierkv.integrations.transformers.versions import cache_keyword
-
-        row = torch.tensor([prompt], device=self._model.device)
-        if "cache" in given:
-            given = {cache_keyword(self._model): given["cache"]}
+        watch, row = _FirstToken(), torch.tensor([prompt], device=self._model.device)
         output = self._model.generate(
-            row, attention_mask=torch.ones_like(row), streamer=watch, **self._options, **given
+            row, attention_mask=torch.ones_like(row), streamer=watch, **self._options
         )
-        ids: list[int] = output[0, len(prompt) :].tolist()
-        return ids
+        return output[0, len(prompt) :].tolist(), watch.seconds
 
 
 class _FirstToken:

@@ -25,6 +25,8 @@ _COLUMNS = (
     ("host", 7),
     ("disk", 7),
     ("computed", 8),
+    ("hidden", 8),
+    ("exposed", 8),
     ("first token", 11),
     ("recomputed", 10),
     ("speed-up", 8),
@@ -43,6 +45,8 @@ class TurnResult:
         prompt_tokens: tokens of the whole prompt.
         found: tokens whose state was found, by tier.
         computed: tokens of the prompt that were computed.
+        hidden_load_s: seconds of loading that computing hid.
+        exposed_load_s: seconds of loading that somebody waited for.
         ttft_s: seconds to the first token, finding and loading included.
         recompute_s: seconds to the first token without any reuse.
         tokens_equal: whether both ways gave the same tokens.
@@ -53,6 +57,8 @@ class TurnResult:
     prompt_tokens: int
     found: Found
     computed: int
+    hidden_load_s: float
+    exposed_load_s: float
     ttft_s: float
     recompute_s: float
     tokens_equal: bool
@@ -71,7 +77,7 @@ class TurnResult:
 
 def header() -> str:
     """Return the heading of the lines."""
-    groups = " " * 26 + "tokens found in".center(23)
+    groups = " " * 26 + "tokens found in".center(23) + " " * 10 + "loading".center(17)
     names = " ".join(name.rjust(width) for name, width in _COLUMNS)
     return f"{groups}\n{names}\n{'-' * _WIDTH}"
 
@@ -91,6 +97,8 @@ def line(result: TurnResult) -> str:
         result.found.host,
         result.found.disk,
         result.computed,
+        f"{1e3 * result.hidden_load_s:.0f} ms" if result.found.total else "-",
+        f"{1e3 * result.exposed_load_s:.0f} ms" if result.found.total else "-",
         f"{result.ttft_s:.3f} s",
         f"{result.recompute_s:.3f} s",
         f"{result.speedup:.1f}x" if result.found.total else "-",

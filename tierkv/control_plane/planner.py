@@ -179,7 +179,8 @@ class Planner:
         """Return the pages of a tier that are not in use, the deepest first."""
         rows = self.index.select(within=(tier,))
         rows = rows[self.index.pins(rows, tier) == 0]
-        return rows[np.argsort(self.index.end_token(rows), kind="stable")[::-1]]
+        deepest: Rows = rows[np.argsort(self.index.end_token(rows), kind="stable")[::-1]]
+        return deepest
 
     def drop(self, rows: Sequence[int] | Rows) -> list[bytes]:
         """Forget pages that nobody uses, in all tiers; return the keys to delete from disk."""

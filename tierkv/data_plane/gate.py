@@ -54,7 +54,7 @@ class LayerGate:
         reserve: Callable[[int, int], None],
         timeout_s: float,
         rings: Mapping[int, LayerRing] | None = None,
-        clock: Callable[[], float] = time.perf_counter,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
         self.waited_s = 0.0
@@ -109,6 +109,7 @@ class LayerGate:
             reserve=reserve,
             timeout_s=self._timeout_s,
             rings=rings,
+            clock=self._clock,
         )
         other._last_use = self._last_use
         return other

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 from transformers.cache_utils import Cache
 
+from tierkv.data_plane.arrivals import LoadTime
 from tierkv.errors import InvalidInputError, UnsupportedError
 from tierkv.integrations.transformers.batch import Batch, Row
 from tierkv.integrations.transformers.keeping import keep_outputs, keep_rows
@@ -59,6 +60,12 @@ class TierKVCache(Cache):  # type: ignore[misc]
         if len(self.batch.rows) != 1:
             raise InvalidInputError(f"the cache has {len(self.batch.rows)} sequences, not one")
         return self.batch.rows[0].sequence
+
+    @property
+    def load_time(self) -> LoadTime:
+        """What loading took, of all rows: what was waited for, and what computing hid."""
+        times = [row.sequence.load_time for row in self.batch.rows]
+        return LoadTime(sum(t.exposed_s for t in times), sum(t.hidden_s for t in times))
 
     @property
     def front(self) -> int:

@@ -26,11 +26,15 @@ _ATTEMPTS = 4  # each load that fails takes its pages off the device, so the nex
 
 def run_generation(kv: TierKV, input_ids: Any, kwargs: Mapping[str, Any]) -> Any:
     """Carry :meth:`TierKV.generate` out."""
-    generation = Generation(kv, input_ids, kwargs)
+    return attempts(Generation(kv, input_ids, kwargs))[0]
+
+
+def attempts(generation: Generation) -> tuple[Any, TierKVCache]:
+    """Begin and run, over again while loads fail; return the output and the cache, spent."""
     while True:
         with generation.begin() as cache:
             try:
-                return generation.run(cache)
+                return generation.run(cache), cache
             except DeviceError:
                 if not generation.can_start_over:
                     raise
