@@ -50,11 +50,13 @@ format: $(STAMPS)/package  ## rewrite the sources in the project's format
 bench-peers: install  ## compare with LMCache, in an environment of its own (1.6 GB)
 	@$(BIN)/python benchmarks/peers/lmcache.py --make-env .venv-lmcache
 
-bench-quick: install  ## run each benchmark once, small (about three minutes)
+bench-quick: install  ## run each benchmark once, small (about five minutes)
 	@$(BIN)/python benchmarks/tiers.py --quick
 	@$(BIN)/python benchmarks/control_plane.py --pages 10000 --rounds 3
 	@$(BIN)/python benchmarks/multi_turn.py --quick --no-memory
 	@$(BIN)/python benchmarks/multi_turn.py --model none --quick
+	@$(BIN)/python benchmarks/overlap.py --quick
+	@$(BIN)/python benchmarks/decode.py --quick
 
 clean:  ## remove .venv*, caches here and demo-store; leaves converted models in ~/.cache/tierkv
 	rm -rf $(VENV) .venv-matrix .venv-lmcache build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache demo-store bench-data
