@@ -133,7 +133,10 @@ class Spill:
         """Give the rings' slots back.  Call with the store's lock held, when nothing runs."""
         self._core.planner.give_back(Tier.DEVICE, self.ring_slots())
         for ring in self.rings.values():
-            self._core.counters.bytes_out["host"] += ring.take_streamed()
+            streamed = ring.take_streamed()
+            self._core.counters.streamed_bytes += streamed
+            self._core.counters.bytes_out["host"] += streamed
+            self._core.counters.bytes_in["device"] += streamed
             ring.slots.clear()
         self.rings.clear()
 
@@ -168,8 +171,9 @@ class Spill:
         with core.lock:
             core.fences.put([source])
         done, event = self._transfers.copy_slots_down([source], slots, core.deadline())
-        if not done:
+        if event is not None:
             self._late.append(event)
+        if not done:
             return False
         with core.lock:
             core.planner.give_back(Tier.DEVICE, [source])

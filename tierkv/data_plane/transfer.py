@@ -234,11 +234,12 @@ class Transfers:
 
     def copy_slots_down(
         self, sources: list[int], slots: list[int], deadline: float
-    ) -> tuple[bool, Event]:
+    ) -> tuple[bool, Event | None]:
         """Copy device slots into held slots of host memory; give those back if that failed.
 
         Returns:
-            Whether it is done, and an event after which nothing reads ``sources`` any more.
+            Whether it is done, and an event after which nothing reads ``sources`` any more;
+            None when nothing does.
         """
         give_back = partial(self._core.planner.give_back, Tier.HOST)
         return self._copy_down(sources, slots, deadline, give_back)
@@ -309,7 +310,7 @@ class Transfers:
         with core.lock:
             sources = core.index.slot(rows, Tier.DEVICE).tolist()
         done, event = self._copy_down(sources, slots, deadline, give_back)
-        if not done:  # the pages must not leave the device while a late copy reads them
+        if event is not None:  # the pages must not leave the device while a late copy reads them
             with core.lock:
                 core.index.pin(rows, Tier.DEVICE)
                 self.when(event.done, partial(core.index.unpin, rows, Tier.DEVICE))
@@ -321,7 +322,7 @@ class Transfers:
         slots: list[int],
         deadline: float,
         give_back: Callable[[list[int]], None],
-    ) -> tuple[bool, Event]:
+    ) -> tuple[bool, Event | None]:
         core = self._core
         ops = [
             CopyOp(core.host_memory[target], core.pool.page(source))
@@ -330,17 +331,17 @@ class Transfers:
         with core.lock:  # an event tells of the failures since the one before: keep ours apart
             if core.clock() >= deadline:  # nothing is begun that nobody would wait for
                 give_back(slots)
-                return False, self._save.record()
+                return False, None
             core.fences.order(self._save, sources, core.timeout_s)
             self._save.copy(ops)
             event = self._save.record()
         try:
             if event.wait(max(0.0, deadline - core.clock())):
-                return True, event
+                return True, None
         except DeviceError:
             with core.lock:
                 give_back(slots)
-            return False, event
+            return False, None
         with core.lock:
             core.counters.late_copies += len(slots)
             self.park(event.done, slots, give_back)
