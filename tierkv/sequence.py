@@ -350,7 +350,8 @@ class Sequence:
 
     def _obtain(self, start: int, count: int, *, ahead: bool) -> None:
         """Obtain the pages that ``count`` tokens from ``start`` need."""
-        if not self._holding.obtain(start, count, ahead=ahead):
+        spills = self._holding.spill.streams  # what streams in any case keeps its windows
+        if not self._holding.obtain(start, count, ahead=ahead, spill=spills):
             return
         self._arrived()  # the sources of copies come free
         if start == self.length and not self.front:

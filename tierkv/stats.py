@@ -93,6 +93,7 @@ class Counters:
     write_failures: int = 0
     late_copies: int = 0
     spilled_pages: int = 0
+    streamed_bytes: int = 0
     plans: dict[str, int] = field(default_factory=_plans)
     callback_errors: int = 0
     bytes_in: dict[str, int] = field(default_factory=_by_tier)

@@ -75,15 +75,8 @@ class Spill:
 
         False when host memory or the rings could not be had; what moved stays moved.
         """
-        for number, (table, target) in enumerate(zip(self._tables, targets, strict=True)):
-            for page in range(table.spilled, target):
-                if table.holds(page) and not self._move(table, page):
-                    return False
-                table.spilled = page + 1
-            table.spilled = max(table.spilled, target)
-            if table.spilled and number not in self.rings:
-                self.rings[number] = LayerRing(self._core, table)
-        return self.grow_rings()
+        moved = all(map(self._lower_to, self._tables, targets))
+        return self.grow_rings() and moved  # what has moved needs its ring in any case
 
     def grow_rings(self) -> bool:
         """Give every ring the slots that its spilled pages need; False when there are none."""
@@ -110,6 +103,11 @@ class Spill:
     def events(self) -> list[Event]:
         """Return events after all copies of the sequence's pages that are under way."""
         return [*self._late, *(e for ring in self.rings.values() for e in ring.events())]
+
+    @property
+    def streams(self) -> bool:
+        """Whether pages of the sequence are kept in host memory."""
+        return any(table.spilled for table in self._tables)
 
     def slots_short(self) -> int:
         """Return how many slots the rings lack."""
@@ -153,6 +151,14 @@ class Spill:
                     else:
                         count += int(core.index.pins([table.rows[page]], Tier.DEVICE)[0]) > 1
         return count
+
+    def _lower_to(self, table: GroupTable, target: int) -> bool:
+        """Move the first ``target`` pages of a group; False at one that cannot be moved."""
+        for page in range(table.spilled, target):
+            if table.holds(page) and not self._move(table, page):
+                return False
+            table.spilled = page + 1
+        return True
 
     def _move(self, table: GroupTable, page: int) -> bool:
         """Move one page from the device to host memory."""

@@ -204,8 +204,7 @@ class TierKV:
         prompts.check_length(self.model.config, max_new_tokens)
         singles: list[TierKVCache] = []
         alone = len(prompts.rows) == 1 and copies == 1
-        totals = [len(ids) + max_new_tokens for ids in prompts.rows]
-        limits = share_pool(self.store, totals)
+        limits = share_pool(self.store, [len(ids) + max_new_tokens for ids in prompts.rows])
         try:
             for ids, limit in zip(prompts.rows, limits, strict=True):
                 sequence = self.store.begin(
