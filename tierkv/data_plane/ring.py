@@ -39,8 +39,13 @@ class _Buffer:
     def __init__(self) -> None:
         self.layer: int | None = None
         self.pages = 0
-        self.loaded: Event | None = None
+        self.loaded: list[Event] = []  # those that nobody has waited for
         self.stored: Event | None = None
+
+    def turn_to(self, layer: int) -> None:
+        """Hold nothing of another layer from now on."""
+        self.layer, self.pages = layer, 0
+        self.loaded.clear()
 
 
 class LayerRing:
@@ -62,6 +67,7 @@ class LayerRing:
         self._buffers = [_Buffer() for _ in range(self._depth)]
         self._load = core.device.stream("load")
         self._save = core.device.stream("save")
+        self._last_load: Event | None = None
         self._stored: dict[int, Event] = {}  # by layer, after its last write-back
         self._streamed = 0
 
@@ -85,11 +91,13 @@ class LayerRing:
                 f"{self.slots_short()} more pages of the pool; abandon this sequence or others"
             )
         buffer = self._buffer(layer)
-        self._fill(buffer, layer, tokens)
-        self._fill_ahead(layer, tokens)
-        for event in (buffer.loaded, buffer.stored):
+        with self._core.lock:  # an event tells of the failures since the one before
+            self._fill(buffer, layer, tokens)
+            self._fill_ahead(layer, tokens)
+        for event in (*buffer.loaded, buffer.stored):
             if event is not None:
                 self._core.device.compute.wait(event, self._core.timeout_s)
+        buffer.loaded.clear()  # only now: after a failure the next entry waits again
 
     def leave(self, layer: int, used: Event, *, written: range, ahead: int) -> None:
         """Write back what a layer's step wrote and load what its buffer is for next.
@@ -100,6 +108,11 @@ class LayerRing:
             written: the tokens written.
             ahead: tokens that the layer to load next holds.
         """
+        with self._core.lock:  # an event tells of the failures since the one before
+            self._write_back(layer, used, written)
+            self._load_following(layer, used, ahead)
+
+    def _write_back(self, layer: int, used: Event, written: range) -> None:
         buffer, timeout_s = self._buffer(layer), self._core.timeout_s
         if written:
             first = written.start // self._table.group.page_tokens
@@ -109,11 +122,14 @@ class LayerRing:
                 self._save.copy(self._copies(layer, first, last, up=False))
                 self._stored[layer] = buffer.stored = self._save.record()
                 buffer.pages = max(buffer.pages, last)
+
+    def _load_following(self, layer: int, used: Event, ahead: int) -> None:
         following = self.following(layer)
         if following == layer:
             return
-        self._load.wait(used, timeout_s)
-        buffer.layer, buffer.pages = following, 0
+        self._load.wait(used, self._core.timeout_s)
+        buffer = self._buffer(layer)
+        buffer.turn_to(following)
         self._fill(buffer, following, ahead)
 
     def following(self, layer: int) -> int:
@@ -136,8 +152,8 @@ class LayerRing:
 
     def events(self) -> list[Event]:
         """Return events after all copies under way."""
-        loaded = [b.loaded for b in self._buffers if b.loaded is not None]
-        return [*loaded, *self._stored.values()]
+        last = [] if self._last_load is None else [self._last_load]
+        return [*last, *self._stored.values()]
 
     def stored(self) -> list[Event]:
         """Return events after the last write-backs to host memory."""
@@ -156,7 +172,7 @@ class LayerRing:
         if buffer.layer != layer:
             if buffer.layer is not None:
                 self._order_behind_compute()
-            buffer.layer, buffer.pages = layer, 0
+            buffer.turn_to(layer)
         places = len(self.slots) * self._per_slot
         wanted = min(self._table.spilled, self._table.group.pages_for(tokens), places)
         if buffer.pages >= wanted:
@@ -165,7 +181,8 @@ class LayerRing:
             if event is not None:
                 self._load.wait(event, self._core.timeout_s)
         self._load.copy(self._copies(layer, buffer.pages, wanted, up=True))
-        buffer.loaded = self._load.record()
+        self._last_load = self._load.record()
+        buffer.loaded.append(self._last_load)
         self._streamed += (wanted - buffer.pages) * self._layer_bytes
         buffer.pages = wanted
 
