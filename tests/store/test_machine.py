@@ -57,16 +57,25 @@ class StoreMachine(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: len(self.running) < 2)
-    @rule(steps=STEPS, base=st.integers(0, 20))
-    def begin(self, steps, base):
+    @rule(steps=STEPS, base=st.integers(0, 20), restartable=st.booleans())
+    def begin(self, steps, base, restartable):
         tokens = [*(self.ended[base % len(self.ended)] if self.ended else []), *steps][:36]
         try:
-            sequence = self.store.begin(tokens)
+            sequence = self.store.begin(tokens, restartable=restartable)
         except PoolExhaustedError:
             assert self.running or self.store.stats().tiers["device"].pinned
             return
         assert sequence.length == sequence.found.total < len(tokens)
         self.running.append((sequence, tokens))
+
+    @precondition(lambda self: self.ended)
+    @rule(which=st.integers(0, 20), what=st.sampled_from(["forget", "cancel", "wait"]))
+    def announce(self, which, what):
+        announcement = self.store.announce([*self.ended[which % len(self.ended)], 1])
+        if what == "cancel":
+            announcement.cancel()
+        elif what == "wait":
+            assert announcement.wait(30)
 
     @precondition(lambda self: self.running)
     @rule(which=st.integers(0, 1), cut=st.integers(1, 12))
