@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from tierkv.data_plane.arrivals import LoadTime
+from tierkv.data_plane.arrivals import LoadTime, await_events
 from tierkv.data_plane.committing import check_fed
 from tierkv.data_plane.flushing import write_pages
 from tierkv.data_plane.gate import drain
@@ -128,6 +128,7 @@ class Sequence:
 
         Raises:
             InvalidInputError: other tokens than the front's were fed.
+            DeviceError: they are late, and may still arrive; abandon the sequence.
         """
         self._must_run()
         if self._back is None:
@@ -143,6 +144,12 @@ class Sequence:
             self.gate.jump(back.tokens)
             self._committer.resume(back.tokens, back.resumed)
         else:
+            events = [event for a in back.arrivals for event in a.events.values()]
+            await_events(events, self._core.deadline(), self._core.clock)
+            if not all(event.done() for event in events):
+                raise DeviceError("the pages behind the front are late; abandon the sequence")
+            self._settle_arrivals()
+            self.gate.forget_arrivals()
             self.found = Found()
             self._holding.crop(held)
         self._prepared = None
@@ -171,9 +178,12 @@ class Sequence:
 
         Raises:
             InvalidInputError: a length beyond the tokens held, a window that is not held any
-                more (see :meth:`keep_from`), or a forward that ended in the middle.
+                more (see :meth:`keep_from`), a front not joined yet, or a forward that ended in
+                the middle.
         """
         self._must_run()
+        if self._back is not None:
+            raise InvalidInputError("crop: pages load behind the front; call join first")
         held = self.gate.settled_length()
         if not 0 <= length <= held:
             raise InvalidInputError(f"crop: the sequence holds {held} tokens, not {length}")

@@ -5,6 +5,9 @@ from toy_model import FULL, MIXED, feed, turn
 
 from tierkv import InvalidInputError, Tier
 from tierkv.control_plane.costs import ComputeCost, Link
+from tierkv.devices.cpu import CpuDevice
+from tierkv.devices.faults import Faults
+from tierkv.devices.sim import SimDevice
 
 TOKENS = [(11 * i) % 61 for i in range(64)]
 
@@ -155,3 +158,43 @@ def test_estimates_follow_what_transfers_take(from_host):
     from_host.costs.compute = ComputeCost.from_model(1000, 2, 2, 32)
     from_host.observe_compute(64, 0, 0.5)
     assert from_host.costs.compute.known
+
+
+def split(store, tokens):
+    """Return a sequence whose front is to be computed while its back loads from host memory."""
+    links(store, 1e-2, Tier.HOST)
+    store.costs.compute = cost(2e-3)
+    sequence = store.begin(tokens, can_split=True)
+    assert sequence.front > 0
+    return sequence
+
+
+def test_what_loads_behind_a_front_cannot_be_taken_back_before_it_is_joined(from_host):
+    tokens = [*TOKENS, 5]
+    sequence = split(from_host, tokens)
+    feed(sequence, tokens, sequence.front - 1)
+    with pytest.raises(InvalidInputError, match="join first"):
+        sequence.crop(3)
+    feed(sequence, tokens, sequence.front)
+    assert sequence.join() == 64
+    sequence.crop(3)
+    feed(sequence, tokens)
+    sequence.finish(tokens)
+
+
+def test_a_back_that_does_not_arrive_is_computed_after_the_front(open_store, device_name):
+    faults = Faults()
+    device = {"cpu": CpuDevice, "sim": SimDevice}[device_name](faults=faults)
+    store = kept(open_store, Tier.HOST, torch_device=device)
+    faults.fail_copies("load", count=None)
+    tokens = [*TOKENS, 5]
+    sequence = split(store, tokens)
+    front = sequence.front
+    feed(sequence, tokens, front)
+    assert sequence.join() == front
+    assert sequence.found.total == 0
+    store.check()
+    faults.clear()
+    feed(sequence, tokens)
+    sequence.finish(tokens)
+    assert {store.stats().tiers[tier].held for tier in ("device", "host")} == {0}

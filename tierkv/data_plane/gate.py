@@ -142,6 +142,10 @@ class LayerGate:
         """Make the next entry into ``layer`` wait for a transfer."""
         self._arriving.setdefault(layer, []).append(event)
 
+    def forget_arrivals(self) -> None:
+        """Wait no more for transfers that failed: nobody reads their pages."""
+        self._arriving.clear()
+
     def table(self, layer: int) -> GroupTable:
         """Return the page table of a model layer's group."""
         return self._tables[self._layer_to_group[layer]]
