@@ -20,7 +20,7 @@ from tierkv.kernels.paged_decode import paged_decode
 from tierkv.kernels.paged_prefill import paged_prefill
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-DOCUMENT = "The lighthouse keeper wrote down every ship that passed, and every storm. " * 40
+DOCUMENT = "The lighthouse keeper wrote down every ship that passed, and every storm. " * 24
 QUESTIONS = ["\nQ: What did the keeper write down?\nA:", "\nQ: Where did the keeper live?\nA:"]
 
 

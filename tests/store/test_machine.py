@@ -33,8 +33,9 @@ class StoreMachine(RuleBasedStateMachine):
         disk=st.sampled_from([None, 6, 40]),
         policy=st.sampled_from(["lru", "ageing"]),
         write_through=st.booleans(),
+        torch_device=st.sampled_from(["cpu", "sim"]),
     )
-    def start(self, spec, device, host, disk, policy, write_through):
+    def start(self, spec, device, host, disk, policy, write_through, torch_device):
         self.spec = SPECS[spec]
         slot = self.spec.slot_bytes
         self.options = {
@@ -43,6 +44,7 @@ class StoreMachine(RuleBasedStateMachine):
             "disk": None if disk is None else disk * (slot + 4096),
             "policy": policy,
             "write_through": write_through,
+            "torch_device": torch_device,
             "boundary_pages": 2,
         }
         self.open()

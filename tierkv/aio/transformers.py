@@ -126,13 +126,18 @@ class AsyncTierKV:
         """
         generation = Generation(self.sync, input_ids, generate_kwargs)
         while True:
-            async with await self._begin_generation(generation, keep_partial) as cache:
-                try:
-                    return await cache.compute(partial(_run, generate_kwargs, generation, cache))
-                except DeviceError:
-                    if not generation.can_start_over:
+            try:
+                async with await self._begin_generation(generation, keep_partial) as cache:
+                    try:
+                        return await cache.compute(
+                            partial(_run, generate_kwargs, generation, cache)
+                        )
+                    except DeviceError:
+                        await cache.abandon()  # nothing of it is worth keeping
                         raise
-                    await cache.abandon()
+            except DeviceError:
+                if not generation.can_start_over:
+                    raise
 
     def stream(
         self,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from tierkv.data_plane.arrivals import order_after
 from tierkv.data_plane.extents import Extent
 from tierkv.data_plane.layer_view import LayerView
 from tierkv.devices.base import DeviceError
@@ -241,7 +242,7 @@ class LayerGate:
             return
         with self._waiting():
             for event in arriving:
-                self._device.compute.wait(event, self._timeout_s)
+                order_after(self._device.compute, event, self._timeout_s)
         self._arriving.pop(layer, None)  # only now: after a failure the next entry waits again
 
     def _ring(self, layer: int) -> LayerRing | None:

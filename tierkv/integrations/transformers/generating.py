@@ -32,13 +32,12 @@ def run_generation(kv: TierKV, input_ids: Any, kwargs: Mapping[str, Any]) -> Any
 def attempts(generation: Generation) -> tuple[Any, TierKVCache]:
     """Begin and run, over again while loads fail; return the output and the cache, spent."""
     while True:
-        with generation.begin() as cache:
-            try:
+        try:
+            with generation.begin() as cache:
                 return generation.run(cache), cache
-            except DeviceError:
-                if not generation.can_start_over:
-                    raise
-                cache.abandon()
+        except DeviceError:
+            if not generation.can_start_over:
+                raise
 
 
 class Generation:
