@@ -95,6 +95,8 @@ def main(arguments: list[str] | None = None) -> int:
     result["parts"] = [outcomes[p.name].as_dict(p.name) for p in parts]
     for text in table(result):
         print(text)
+    if reason is not None:
+        print("nothing was checked; --device cpu rehearses the script on the CPU")
     for path in places(options, result, complete=parts == PARTS and reason is None):
         path.write_text(json.dumps(result, indent=1) + "\n")
         print(f"written to {path}")

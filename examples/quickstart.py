@@ -12,6 +12,7 @@ import torch
 
 from tierkv.integrations.models import load_model
 from tierkv.integrations.transformers import TierKV
+from tierkv.integrations.transformers.versions import cache_keyword
 
 DOCUMENT = "The lighthouse keeper wrote down every ship that passed. " * 60
 QUESTIONS = [" How many ships?", " And what of the storms?", " Who read the book later?"]
@@ -23,7 +24,8 @@ def ask(kv: TierKV, tokenizer, text: str) -> str:
     start = time.perf_counter()
     with kv.cache(ids, max_new_tokens=12) as cache:
         found = cache.found
-        output = kv.model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False)
+        held = {cache_keyword(kv.model): cache}  # the argument has changed its name
+        output = kv.model.generate(ids, **held, max_new_tokens=12, do_sample=False)
     seconds = time.perf_counter() - start
     print(f"{ids.shape[1]:5} tokens, {found.total:5} found {found}: {seconds:5.2f} s")
     return text + tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)

@@ -24,7 +24,8 @@ def test_the_loop_of_your_own_runs(tmp_path, monkeypatch):
     assert len(loop.splitlines()) < 20
     monkeypatch.setattr(tierkv.CacheSpec, "from_config", lambda config, dtype: FULL)
     code = loop.replace('"kv-store"', repr(str(tmp_path / "kv-store")))
-    code = code.replace("2GiB", "4MiB").replace("8GiB", "4MiB").replace("100GiB", "16MiB")
+    code = code.replace('"20GiB"', '"16MiB"').replace("2GiB", "4MiB").replace("8GiB", "4MiB")
+    assert "GiB" not in code
     code = code.replace("state.append(k, v)", "state.append(*new(layer, sequence))")
     token_ids = list(range(30))
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tierkv.attached.pool import AttachedPool
     from tierkv.attached.results import LoadResult, PoolStats, SaveResult
     from tierkv.attached.saves import SaveTicket
+    from tierkv.control_plane.costs import ComputeCost
     from tierkv.errors import (
         CapacityError,
         ForkError,
@@ -82,6 +83,7 @@ _HOMES = {
         "UnsupportedError",
     ),
     "tierkv.events": ("EventKind", "EventQueue", "PageEvent"),
+    "tierkv.control_plane.costs": ("ComputeCost",),
     "tierkv.identity.keys": ("Namespace",),
     "tierkv.identity.opaque": ("OpaqueGroup",),
     "tierkv.integrations.transformers.attention": ("register_attention",),
@@ -104,6 +106,7 @@ __all__ = [
     "CapacityError",
     "CommitReport",
     "Component",
+    "ComputeCost",
     "EnginePage",
     "EventKind",
     "EventQueue",

@@ -89,10 +89,10 @@ def test_beams_need_a_pool_that_holds_their_prompt(tiny: Any) -> None:
     model = deep(tiny, "llama")
     ids = torch.randint(3, 90, (1, 240))
     with attach(model, slots_for(model, 250) * 7 // 10) as kv:
-        with pytest.raises(tierkv.PoolExhaustedError, match="more pages"):
+        with pytest.raises(tierkv.SequenceTooLongError, match="3 beams or samples of 240"):
             kv.generate(ids, max_new_tokens=8, num_beams=3, do_sample=False)
         kv.check()
-        assert kv.stats().tiers["device"].held == 0
+        assert kv.stats().tiers["device"].used_bytes == 0, "something was computed"
         kv.generate(ids, max_new_tokens=8, do_sample=False)
 
 

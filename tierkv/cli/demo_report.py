@@ -32,6 +32,10 @@ _COLUMNS = (
     ("speed-up", 8),
     ("tokens", 9),
 )
+LEGEND = (
+    "hidden: reads and copies that ran while the model computed; "
+    "exposed: how long the turn waited for them"
+)
 _WIDTH = sum(width + 1 for _, width in _COLUMNS) - 1
 
 
@@ -133,6 +137,7 @@ def show_summary(out: Console, summary: dict[str, Any]) -> None:
         style="bold green" if summary["tokens_equal"] else "bold red",
         soft_wrap=True,
     )
+    out.print(LEGEND, style="dim", soft_wrap=True)
 
 
 def show_ways_on(out: Console, place: Path) -> None:

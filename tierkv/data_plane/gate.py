@@ -124,8 +124,8 @@ class LayerGate:
         low, high = min(self.written.values()), max(self.written.values())
         if low != high:
             raise InvalidInputError(
-                f"the layers hold {low} to {high} tokens: a forward ended in the middle, so the "
-                "sequence can only be abandoned"
+                f"the layers hold {low} to {high} tokens: a forward ended in the middle; feed the "
+                "other layers the same tokens, or abandon the sequence"
             )
         return low
 

@@ -107,7 +107,8 @@ def _runs(core: Core, found: Match, tiers: Mapping[int, Tier]) -> list[Run]:
     runs = []
     for start, stop in pairwise(borders):
         tier, nbytes = Tier(int(places[start])), int(moved[start:stop].sum())
-        runs.append(Run(int(ends[stop - 1]), tier, nbytes, _operations(core, tier)))
+        ops = _operations(core, tier) if nbytes else 0
+        runs.append(Run(int(ends[stop - 1]), tier, nbytes, ops))
     return runs
 
 

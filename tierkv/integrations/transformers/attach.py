@@ -31,7 +31,7 @@ from tierkv.integrations.transformers.opening import model_spec, open_store
 from tierkv.integrations.transformers.prompts import Prompts
 from tierkv.integrations.transformers.refusals import ATTENTION_CHANGED
 from tierkv.integrations.transformers.self_check import check_model
-from tierkv.integrations.transformers.sharing import share_pool
+from tierkv.integrations.transformers.sharing import check_copies, share_pool
 from tierkv.integrations.transformers.timing import ForwardClock, compute_cost
 from tierkv.store import Store
 
@@ -204,6 +204,8 @@ class TierKV:
         prompts.check_length(self.model.config, max_new_tokens)
         singles: list[TierKVCache] = []
         alone = len(prompts.rows) == 1 and copies == 1
+        for ids in prompts.rows:
+            check_copies(self.store, len(ids), max_new_tokens, copies)
         limits = share_pool(self.store, [len(ids) + max_new_tokens for ids in prompts.rows])
         try:
             for ids, limit in zip(prompts.rows, limits, strict=True):
