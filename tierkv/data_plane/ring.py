@@ -42,11 +42,6 @@ class _Buffer:
         self.loaded: list[Event] = []  # those that nobody has waited for
         self.stored: Event | None = None
 
-    def turn_to(self, layer: int) -> None:
-        """Hold nothing of another layer from now on."""
-        self.layer, self.pages = layer, 0
-        self.loaded.clear()
-
 
 class LayerRing:
     """The ring of one sequence and group.  One thread at a time; its slots are held for it.
@@ -129,7 +124,7 @@ class LayerRing:
             return
         self._load.wait(used, self._core.timeout_s)
         buffer = self._buffer(layer)
-        buffer.turn_to(following)
+        self._turn(buffer, following)
         self._fill(buffer, following, ahead)
 
     def following(self, layer: int) -> int:
@@ -172,7 +167,7 @@ class LayerRing:
         if buffer.layer != layer:
             if buffer.layer is not None:
                 self._order_behind_compute()
-            buffer.turn_to(layer)
+            self._turn(buffer, layer)
         places = len(self.slots) * self._per_slot
         wanted = min(self._table.spilled, self._table.group.pages_for(tokens), places)
         if buffer.pages >= wanted:
@@ -185,6 +180,12 @@ class LayerRing:
         buffer.loaded.append(self._last_load)
         self._streamed += (wanted - buffer.pages) * self._layer_bytes
         buffer.pages = wanted
+
+    def _turn(self, buffer: _Buffer, layer: int) -> None:
+        """Let a buffer hold nothing of another layer from now on."""
+        if buffer.loaded:  # ahead and in vain: whether it failed matters no more, its end does
+            buffer.loaded = [self._load.record()]
+        buffer.layer, buffer.pages = layer, 0
 
     def _fill_ahead(self, layer: int, tokens: int) -> None:
         """Load the layers that come next into buffers that hold nothing yet."""
