@@ -51,6 +51,9 @@ class HostArrival:
         sources: the pinned copies read from, released when all is over.
         events: by model layer, done when the layer has arrived.
         arriving: where ``rows`` are entered until it is settled.
+
+    Attributes:
+        rows: as given.
     """
 
     def __init__(
@@ -63,7 +66,7 @@ class HostArrival:
     ) -> None:
         self.events = events
         self._core = core
-        self._rows = rows
+        self.rows = rows
         self._sources = sources
         self._arriving = arriving
         arriving.update(dict.fromkeys(rows, self))
@@ -78,7 +81,7 @@ class HostArrival:
     def settle(self) -> None:
         """Drop the pages whose copy failed or is late; release the sources."""
         failed = not arrived(self.events.values())
-        for row in self._rows:
+        for row in self.rows:
             if self._arriving.get(row) is self:
                 del self._arriving[row]
                 if failed:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from tierkv.data_plane.arrivals import (
     Arrival,
     HostArrival,
     LoadMeter,
     Moves,
+    arrived,
     await_events,
     copy_layers,
 )
@@ -19,6 +23,7 @@ from tierkv.data_plane.staged import StagedArrival
 from tierkv.tiers import Tier
 
 if TYPE_CHECKING:
+    from tierkv.control_plane.planner import Rows
     from tierkv.control_plane.table import GroupTable
     from tierkv.data_plane.core import Core
     from tierkv.data_plane.transfer import Transfers
@@ -89,7 +94,7 @@ class Move:
             outcome = self._bring_batches(wanted, behind=behind)
         finally:
             if outcome is not FetchOutcome.READY:
-                self._undo()
+                self.undo()
         with core.lock:  # pages that somebody else brought in meanwhile needed no slot
             core.planner.give_back(Tier.DEVICE, self._spare.values())
         self._spare.clear()
@@ -102,6 +107,10 @@ class Move:
                 await_events(arrival.events.values(), self._deadline, self._core.clock)
                 if isinstance(arrival, HostArrival):
                     arrival.release_sources()
+
+    def arrived(self) -> bool:
+        """Return whether everything that was started is over and none of it failed."""
+        return all(arrived(arrival.events.values()) for arrival in self.arrivals)
 
     def place(self, row: int, table: GroupTable, page: int) -> None:
         """Say which page of the sequence a private page is, lest it stay so for ever."""
@@ -201,14 +210,26 @@ class Move:
             events = copy_layers(core, self._lane.stream, moves, core.spec.layer_to_group)
             self.arrivals.append(HostArrival(core, shared, sources, events, self._lane.arriving))
 
-    def _undo(self) -> None:
+    def undo(self) -> None:
         """Let what was copied before a failure stay resident; give the other slots back."""
         core = self._core
         for arrival in self.arrivals:
             arrival.cancel()
             await_events(arrival.events.values(), core.deadline(), core.clock)
+        events = [event for a in self.arrivals for event in a.events.values()]
+        rows = [r for a in self.arrivals if isinstance(a, HostArrival) for r in a.rows]
         with core.lock:
-            for arrival in self.arrivals:
-                arrival.settle()
-            core.planner.give_back(Tier.DEVICE, [*self._spare.values(), *self.private.values()])
-        self._spare.clear()
+            core.planner.give_back(Tier.DEVICE, self._spare.values())
+            self._spare.clear()
+            # What a late copy may still write to stays held until it is over.
+            pinned = np.asarray(rows, np.int32)
+            core.index.pin(pinned, Tier.DEVICE)
+            put_back = partial(self._put_back, pinned)
+            self._lane.transfers.when(lambda: all(event.done() for event in events), put_back)
+
+    def _put_back(self, rows: Rows) -> None:
+        """Take arrivals off the books that are over.  Call with the lock held."""
+        for arrival in self.arrivals:
+            arrival.settle()
+        self._core.planner.give_back(Tier.DEVICE, self.private.values())
+        self._core.index.unpin(rows, Tier.DEVICE)

@@ -242,6 +242,9 @@ class Loader:
             spills = zip(loaded.tables, loaded.spill, strict=True)
             if any(table.spilled < count for table, count in spills):
                 move.wait()  # a page used in part is going to leave the device again
+                if not move.arrived():
+                    move.undo()
+                    return FetchOutcome.NO_ROOM
             loaded.arrivals = move.arrivals
             self._fill_tables(loaded, found, move)
         return outcome
