@@ -275,7 +275,10 @@ class Sequence:
         try:
             if not self._arrived():
                 return CommitReport()
-            return self._commit(tokens, self._holding.own_tails(len(tokens)))
+            # A page handed over may leave host memory: nothing may load from it any more.
+            quiet = self._drain()() if self._holding.spill.streams else True
+            tails = self._holding.own_tails(len(tokens)) if quiet else {}
+            return self._commit(tokens, tails)
         finally:
             self.abandon()
 
@@ -288,8 +291,10 @@ class Sequence:
         for arrival in self._arrivals:
             arrival.cancel()
         over = self._drain()
+        holding = self._holding
         with self._core.lock:  # what a late copy may still touch stays held until it is over
-            self._holding.transfers.when(over, self._release)
+            holding.transfers.take_in()
+            holding.transfers.when(lambda: over() and not holding.leaving, self._release)
         self._running.after_end()
 
     def spill(self, pages: list[int]) -> bool:
@@ -360,14 +365,15 @@ class Sequence:
 
     def _obtain(self, start: int, count: int, *, ahead: bool) -> None:
         """Obtain the pages that ``count`` tokens from ``start`` need."""
-        spills = self._holding.spill.streams  # what streams in any case keeps its windows
+        # What streams in any case keeps its windows; what is on its way cannot leave yet.
+        spills = self._holding.spill.streams and not self._arrivals
         if not self._holding.obtain(start, count, ahead=ahead, spill=spills):
             return
-        self._arrived()  # the sources of copies come free
+        arrived = self._arrived()  # the sources of copies come free, and what arrived may leave
         if start == self.length and not self.front:
             self._holding.give_up_boundaries()
             self._holding.drop_outdated(start, self._committer.committed)
-        pages = self._holding.obtain(start, count, ahead=ahead, spill=True)
+        pages = self._holding.obtain(start, count, ahead=ahead, spill=arrived)
         if pages:
             raise no_room(self._core, start + count, pages)
 

@@ -238,6 +238,8 @@ class Committer:
             tally.skipped += row < 0
             tally.shared += row >= 0
             if slot is not None:
+                if tier is Tier.DEVICE:
+                    core.fences.put([slot])
                 core.planner.give_back(tier, [slot])
             return
         if slot is None:

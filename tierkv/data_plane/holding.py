@@ -121,6 +121,11 @@ class Holding:
             first = table.group.pages_for(length)
             self._drop(table, [p for p in range(first, len(table.slots)) if table.holds(p)])
 
+    @property
+    def leaving(self) -> bool:
+        """Whether slots of dropped pages are still held, since copies may touch them."""
+        return any(self._leaving.values())
+
     def release(self) -> None:
         """Give everything back.  Call with the store's lock held."""
         core = self._core
@@ -266,29 +271,46 @@ class Holding:
             memory = core.memory(tier)
             op = CopyOp(memory[target], memory[table.slots[page]])
             (on_device if tier is Tier.DEVICE else in_host).append(op)
-        if on_device:
-            core.device.compute.copy(on_device)
-        if in_host and not self._copy_in_host(in_host):
-            self._give_back(pages, targets)
+        if self._copy_on_device(on_device) and self._copy_in_host(in_host):
+            return True
+        self._give_back(pages, targets)
+        return False
+
+    def _give_back(self, pages: list[tuple[GroupTable, int]], slots: list[int]) -> None:
+        """Give back slots that were taken for pages, when no copy touches them any more."""
+        core, over = self._core, self.spill.over()
+        with core.lock:
+            for (table, page), slot in zip(pages, slots, strict=False):
+                tier = table.tier(page)
+                if tier is Tier.DEVICE:
+                    core.fences.put([slot])
+                give_back = partial(core.planner.give_back, tier)
+                self.transfers.park(_now if tier is Tier.DEVICE else over, [slot], give_back)
+
+    def _copy_on_device(self, ops: list[CopyOp]) -> bool:
+        """Copy between slots of the pool, behind what was computed."""
+        try:
+            if ops:
+                self._core.device.compute.copy(ops)
+        except DeviceError:
             return False
         return True
 
-    def _give_back(self, pages: list[tuple[GroupTable, int]], slots: list[int]) -> None:
-        """Give back slots that were taken for pages."""
-        with self._core.lock:
-            for (table, page), slot in zip(pages, slots, strict=False):
-                self._core.planner.give_back(table.tier(page), [slot])
-
     def _copy_in_host(self, ops: list[CopyOp]) -> bool:
         """Copy between slots of host memory, behind the write-backs under way."""
+        if not ops:
+            return True
         save = self._core.device.stream("save")
         with self._core.lock:
             save.copy(ops)
             event = save.record()
         try:
-            return event.wait(self._core.timeout_s)
+            if event.wait(self._core.timeout_s):
+                return True
+            self.spill.await_late(event)
         except DeviceError:
-            return False
+            pass  # over, and a miss: whoever wanted the copies does without
+        return False
 
     def _drop(self, table: GroupTable, pages: Iterable[int]) -> None:
         """Give pages of a table back."""

@@ -104,6 +104,10 @@ class Spill:
         """Return events after all copies of the sequence's pages that are under way."""
         return [*self._late, *(e for ring in self.rings.values() for e in ring.events())]
 
+    def await_late(self, event: Event) -> None:
+        """Count a copy that missed its deadline among those under way."""
+        self._late.append(event)
+
     @property
     def streams(self) -> bool:
         """Whether pages of the sequence are kept in host memory."""

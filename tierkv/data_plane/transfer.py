@@ -226,6 +226,10 @@ class Transfers:
         else:
             self._limbo.append((over, act))
 
+    def take_in(self) -> None:
+        """Do now what waits for operations that are over by now.  Call with the lock held."""
+        self._reap()
+
     def park(
         self, over: Callable[[], bool], slots: list[int], give_back: Callable[[list[int]], None]
     ) -> None:
