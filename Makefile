@@ -78,7 +78,7 @@ $(STAMPS)/torch: constraints.txt | $(STAMPS)/venv
 	@touch $@
 
 $(STAMPS)/package: pyproject.toml constraints.txt | $(STAMPS)/torch
-	@echo "== installing tierkv and its tools (some 300 MB; may take minutes)"
+	@echo "== installing tierkv and its tools, triton among them (some 1 GB; may take minutes)"
 	@$(PIP) -e '.[transformers,dev]'
 	@touch $@
 

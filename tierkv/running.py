@@ -72,6 +72,7 @@ class Running:
         with core.lock:
             self.add(sequence)
             core.counters.begins += 1
+            core.counters.spilled_pages += sum(table.spilled for table in tables)
             core.counters.prompt_tokens += len(tokens)
             for tier in Tier:
                 core.counters.found_tokens[tier.label] += getattr(loaded.found, tier.label)

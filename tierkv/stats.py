@@ -99,6 +99,12 @@ class Counters:
     bytes_in: dict[str, int] = field(default_factory=_by_tier)
     bytes_out: dict[str, int] = field(default_factory=_by_tier)
 
+    def count_streamed(self, nbytes: int) -> None:
+        """Count bytes of spilled pages that passed from host memory to the device."""
+        self.streamed_bytes += nbytes
+        self.bytes_out[Tier.HOST.label] += nbytes
+        self.bytes_in[Tier.DEVICE.label] += nbytes
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoreStats:

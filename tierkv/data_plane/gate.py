@@ -7,8 +7,7 @@ records the last use, so that the slots can be reused.  A view is dead once left
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from tierkv.data_plane.arrivals import order_after
@@ -42,6 +41,7 @@ class LayerGate:
 
     Attributes:
         waited_s: how long entries had to wait for pages on their way, on the calling thread.
+        streaming_s: how long they had to wait for spilled pages.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LayerGate:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.pool = pool
-        self.waited_s = 0.0
+        self.waited_s = self.streaming_s = 0.0
         self._clock = clock
         self.written = dict.fromkeys(layer_to_group, length)
         self.checks_order = device.checks_order
@@ -240,9 +240,12 @@ class LayerGate:
         arriving = self._arriving.get(layer)
         if not arriving:
             return
-        with self._waiting():
+        started = self._clock()
+        try:
             for event in arriving:
                 order_after(self._device.compute, event, self._timeout_s)
+        finally:
+            self.waited_s += self._clock() - started
         self._arriving.pop(layer, None)  # only now: after a failure the next entry waits again
 
     def _ring(self, layer: int) -> LayerRing | None:
@@ -252,17 +255,9 @@ class LayerGate:
     def _enter_ring(self, layer: int) -> None:
         ring = self._ring(layer)
         if ring is not None:
-            with self._waiting():
-                ring.enter(layer, self.written[layer])
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        """Count the time of a ``with`` block as waited for."""
-        started = self._clock()
-        try:
-            yield
-        finally:
-            self.waited_s += self._clock() - started
+            started = self._clock()
+            ring.enter(layer, self.written[layer])
+            self.streaming_s += self._clock() - started
 
 
 def drain(events: Sequence[Event], timeout_s: float) -> bool:

@@ -196,6 +196,10 @@ class Holding:
             return False
         for (table, page), slot in zip(missing, slots, strict=False):
             table.set(page, slot)
+        low = sum(table.tier(page) is Tier.HOST for table, page in missing)
+        if low:
+            with self._core.lock:
+                self._core.counters.spilled_pages += low
         return True
 
     def _take(self, pages: list[tuple[GroupTable, int]]) -> list[int] | None:

@@ -64,7 +64,6 @@ class LayerRing:
         self._save = core.device.stream("save")
         self._last_load: Event | None = None
         self._stored: dict[int, Event] = {}  # by layer, after its last write-back
-        self._streamed = 0
 
     def slots_short(self) -> int:
         """Return how many more pool slots the spilled pages need."""
@@ -154,11 +153,6 @@ class LayerRing:
         """Return events after the last write-backs to host memory."""
         return list(self._stored.values())
 
-    def take_streamed(self) -> int:
-        """Return the bytes loaded since the last call."""
-        count, self._streamed = self._streamed, 0
-        return count
-
     def _buffer(self, layer: int) -> _Buffer:
         return self._buffers[self._layers.index(layer) % self._depth]
 
@@ -178,7 +172,7 @@ class LayerRing:
         self._load.copy(self._copies(layer, buffer.pages, wanted, up=True))
         self._last_load = self._load.record()
         buffer.loaded.append(self._last_load)
-        self._streamed += (wanted - buffer.pages) * self._layer_bytes
+        self._core.counters.count_streamed((wanted - buffer.pages) * self._layer_bytes)
         buffer.pages = wanted
 
     def _turn(self, buffer: _Buffer, layer: int) -> None:

@@ -135,10 +135,6 @@ class Spill:
         """Give the rings' slots back.  Call with the store's lock held, when nothing runs."""
         self._core.planner.give_back(Tier.DEVICE, self.ring_slots())
         for ring in self.rings.values():
-            streamed = ring.take_streamed()
-            self._core.counters.streamed_bytes += streamed
-            self._core.counters.bytes_out["host"] += streamed
-            self._core.counters.bytes_in["device"] += streamed
             ring.slots.clear()
         self.rings.clear()
 

@@ -51,7 +51,7 @@ class ForwardClock:
     def start(self, new: int, past: int, sequence: Sequence) -> None:
         """A forward over ``new`` tokens of a sequence after ``past`` begins."""
         self._harvest()
-        self._forward = (new, past, sequence, sequence.gate.waited_s)
+        self._forward = (new, past, sequence, _waited(sequence))
         self._started = self._now()
 
     def stop(self) -> None:
@@ -63,7 +63,7 @@ class ForwardClock:
         if self._on_gpu:
             self._pending.append((started, self._now(), new, past))
         else:
-            waited_s = sequence.gate.waited_s - waited_s
+            waited_s = _waited(sequence) - waited_s
             self._tell(new, past, time.perf_counter() - started - waited_s)
 
     def _now(self) -> Any:
@@ -81,3 +81,8 @@ class ForwardClock:
     def _tell(self, new: int, past: int, seconds: float) -> None:
         if seconds > 0:
             self._store.observe_compute(new, past, seconds)
+
+
+def _waited(sequence: Sequence) -> float:
+    """Return the seconds that a sequence has waited for pages so far."""
+    return sequence.gate.waited_s + sequence.gate.streaming_s
