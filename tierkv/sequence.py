@@ -358,7 +358,8 @@ class Sequence:
             return
         if self._arrivals and all(arrival.done() for arrival in self._arrivals):
             self._settle_arrivals()
-        if start == self.length and not self.front:  # what the window left can go
+        if start == self.length and not self.front and not self._arrivals:
+            # What the window left can go; what is on its way comes to rest first.
             self._holding.drop_outdated(start, self._committer.committed)
         self._obtain(start, count, ahead=False)
         self._prepared = (start, count)

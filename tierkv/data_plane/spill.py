@@ -161,7 +161,7 @@ class Spill:
         return True
 
     def _move(self, table: GroupTable, page: int) -> bool:
-        """Move one page from the device to host memory."""
+        """Move one page, behind those that have spilled, from the device to host memory."""
         row = table.rows[page]
         moved = self._move_private(table, page) if row == PRIVATE else self._lower(table, page, row)
         if moved:
@@ -183,7 +183,8 @@ class Spill:
             return False
         with core.lock:
             core.planner.give_back(Tier.DEVICE, [source])
-        table.set(page, slots[0], PRIVATE)
+            table.set(page, slots[0], PRIVATE)
+            table.spilled = page + 1
         return True
 
     def _lower(self, table: GroupTable, page: int, row: int) -> bool:
@@ -200,5 +201,6 @@ class Spill:
             core.index.unpin(rows, Tier.DEVICE)
             self._transfers.let_go(rows)
             table.set(page, core.slot(row, Tier.HOST), row)
+            table.spilled = page + 1
             core.settled.notify_all()
         return True
