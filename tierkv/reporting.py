@@ -64,6 +64,8 @@ class Reporter:
         core = self._core
         snapshot = stats().as_dict()
         with core.lock:
+            if self._live is None:  # closed meanwhile
+                return
             self._live.publish(snapshot)
             now = core.clock()
             if pages or now - self._listed_at >= _LIST_INTERVAL_S:
@@ -89,8 +91,10 @@ class Reporter:
 
     def close(self) -> None:
         """Withdraw what was published."""
-        if self._live is not None:
-            self._live.close()
+        with self._core.lock:
+            live, self._live = self._live, None
+        if live is not None:
+            live.close()
 
     def _tier(self, tier: Tier, hints: Hints) -> TierStats:
         core, planner = self._core, self._core.planner

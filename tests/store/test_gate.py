@@ -6,9 +6,9 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from hypothesis import given, settings
-from toy_model import FULL, LATENT, MIXED, SLIDING, full_group, sliding_group
+from toy_model import FULL, LATENT, MIXED, SLIDING, feed, full_group, sliding_group, states
 
-from tierkv import CapacityError, InvalidInputError, StoreClosedError
+from tierkv import CapacityError, InvalidInputError, SequenceEndedError, StoreClosedError
 from tierkv.control_plane.table import GroupTable, Run
 from tierkv.data_plane.extents import Extent, component_views
 from tierkv.data_plane.gate import LayerGate
@@ -157,3 +157,35 @@ def test_a_closed_device_gives_no_streams():
     device.close()
     with pytest.raises(StoreClosedError):
         device.stream("load")
+
+
+@pytest.mark.parametrize("use", ["read", "append", "nothing"])
+def test_a_layer_in_use_when_the_store_is_closed_is_a_clear_error(open_store, use):
+    """Its pages are others' by then, so nothing that was read or written counts."""
+    store = open_store()
+    tokens = list(range(9))
+    sequence = store.begin(tokens)
+    feed(sequence, tokens[:5], 5)
+
+    def step():
+        with sequence.gate.layer(0) as view:
+            store.close()
+            if use == "read":
+                view.read()
+            elif use == "append":
+                view.append(*states(FULL, 0, tokens, 5, 9))
+
+    with pytest.raises(SequenceEndedError, match="while it was in use"):
+        step()
+
+
+def test_statistics_are_not_published_of_a_store_closed_meanwhile(open_store):
+    store = open_store()
+
+    def stats():
+        found = store.stats()
+        store.close()
+        return found
+
+    store._reporter.publish(stats)
+    assert store.closed

@@ -40,6 +40,7 @@ class LayerGate:
         timeout_s: bound of every wait.
 
     Attributes:
+        closed: whether the sequence has ended.
         waited_s: how long entries had to wait for pages on their way, on the calling thread.
         streaming_s: how long they had to wait for spilled pages.
     """
@@ -72,7 +73,7 @@ class LayerGate:
         self._last_use: Event | None = None
         self._written_from: dict[int, int] = {}
         self._views: dict[int, LayerView] = {}
-        self._closed = False
+        self.closed = False
 
     def layer(self, layer: int) -> LayerView:
         """Return the context in which a model layer's state may be used.
@@ -81,7 +82,7 @@ class LayerGate:
             InvalidInputError: the spec has no such layer.
             SequenceEndedError: the sequence has ended.
         """
-        if self._closed:
+        if self.closed:
             raise SequenceEndedError("the sequence has ended; begin a new one")
         view = self._views.get(layer)
         if view is None:
@@ -192,7 +193,7 @@ class LayerGate:
 
     def enter(self, layer: int) -> None:
         """Order the compute stream after the transfers of ``layer``."""
-        if self._closed:
+        if self.closed:
             raise SequenceEndedError("the sequence has ended; begin a new one")
         self._await(layer)
         self._enter_ring(layer)
@@ -234,7 +235,7 @@ class LayerGate:
 
     def close(self) -> None:
         """Refuse every later use."""
-        self._closed = True
+        self.closed = True
 
     def _await(self, layer: int) -> None:
         arriving = self._arriving.get(layer)

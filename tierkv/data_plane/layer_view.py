@@ -8,7 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from tierkv.data_plane.extents import Extent, component_views, gather, row_views
-from tierkv.errors import InvalidInputError, StoreClosedError
+from tierkv.errors import (
+    InvalidInputError,
+    SequenceEndedError,
+    StoreClosedError,
+    TierKVError,
+)
 from tierkv.identity.spec import GroupKind
 
 if TYPE_CHECKING:
@@ -187,10 +192,20 @@ class LayerView:
         self._open = True
         return self
 
-    def __exit__(self, *_: object) -> None:
-        """Record the last use."""
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        """Record the last use.
+
+        Raises:
+            SequenceEndedError: the sequence was ended meanwhile, as by closing the store.
+        """
         self._open = False
-        self._gate.leave(self._layer)
+        if not self._gate.closed:
+            self._gate.leave(self._layer)
+        elif error is None or (isinstance(error, Exception) and not isinstance(error, TierKVError)):
+            raise SequenceEndedError(
+                f"layer {self._layer}: the sequence was ended while it was in use; what was read "
+                "may be of others"
+            ) from error
 
     def _must_be_open(self) -> None:
         if not self._open:
