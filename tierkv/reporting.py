@@ -59,12 +59,10 @@ class Reporter:
             stats: called for the snapshot, if anybody could read it.
             pages: write the list of pages as well, however recent the last one is.
         """
-        if self._live is None:
-            return
-        core = self._core
-        snapshot = stats().as_dict()
+        core, published = self._core, self._live is not None
+        snapshot = stats().as_dict() if published else {}
         with core.lock:
-            if self._live is None:  # closed meanwhile
+            if not published or self._live is None:  # or closed meanwhile
                 return
             self._live.publish(snapshot)
             now = core.clock()

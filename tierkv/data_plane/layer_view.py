@@ -192,7 +192,9 @@ class LayerView:
         self._open = True
         return self
 
-    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+    def __exit__(
+        self, _: object = None, error: BaseException | None = None, __: object = None
+    ) -> None:
         """Record the last use.
 
         Raises:
