@@ -187,7 +187,7 @@ def test_errors_are_those_of_the_store(tmp_path, tools):
                         await view.append(*new)
                 with pytest.raises(StoreClosedError, match="used outside"):
                     view.read()
-                with pytest.raises(InvalidInputError, match="only be abandoned"):
+                with pytest.raises(InvalidInputError, match="or abandon the sequence"):
                     await sequence.fork()
             with pytest.raises(SequenceEndedError):
                 async with layer:
@@ -205,10 +205,15 @@ def test_closing_ends_sequences_and_refuses_everything_after(tmp_path, tools):
     async def main():
         store = await tools.AsyncStore.open(tmp_path / "s", **tools.options())
         sequence = await store.begin(TOKENS)
-        async with sequence.layer(0) as view:
-            await asyncio.gather(store.close(), store.close())
-            with pytest.raises(SequenceEndedError):
-                view.read()
+
+        async def close_in_a_layer():
+            async with sequence.layer(0) as view:
+                await asyncio.gather(store.close(), store.close())
+                with pytest.raises(SequenceEndedError):
+                    view.read()
+
+        with pytest.raises(SequenceEndedError, match="while it was in use"):
+            await close_in_a_layer()
         await sequence.abandon()
         assert store.closed
         assert store.sync.closed

@@ -235,9 +235,9 @@ class AsyncLayer:
         self._view.__enter__()
         return self
 
-    async def __aexit__(self, *_: object) -> None:
+    async def __aexit__(self, _: object, error: BaseException | None, __: object) -> None:
         """Record the last use."""
-        self._view.__exit__()
+        self._view.__exit__(None, error)
 
     def _must_be_usable(self) -> None:
         if self._sequence.ended:
