@@ -253,6 +253,7 @@ for number in range(1000):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("device_name", ["cpu"], indirect=True)  # the process dies, not the device
 @pytest.mark.parametrize("after", [1, 2, 5])
 def test_everything_flushed_survives_kill_9(open_store, tmp_path, after):
     path = tmp_path / "s"
