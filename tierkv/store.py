@@ -179,7 +179,7 @@ class Store:
         """
         self._must_be_open()
         core = self._core
-        tokens = check_prompt(core, token_ids, max_new_tokens, limit)
+        tokens = check_prompt(core, token_ids, max_new_tokens, limit, device_pages)
         most = len(tokens) - 1 if limit is None else min(limit, len(tokens) - 1)
         total = len(tokens) + max_new_tokens
         check_fits(core, total, device_pages)

@@ -151,6 +151,15 @@ def test_token_ids_that_are_none_are_refused(open_store, tokens, message):
         open_store().begin(tokens)
 
 
+@pytest.mark.parametrize("name", ["limit", "device_pages", "max_new_tokens"])
+@pytest.mark.parametrize("value", [-1, 1.5, "3"])
+def test_numbers_that_are_none_are_refused(open_store, name, value):
+    store = open_store()
+    with pytest.raises(InvalidInputError, match=f"{name} must be an integer >= 0, got"):
+        store.begin([1, 2], **{name: value})
+    store.check()
+
+
 def test_a_million_tokens_are_refused_by_arithmetic_or_served(open_store):
     store = open_store()
     with pytest.raises(CapacityError, match="1000000 tokens"):

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from tierkv.identity.keys import TokenArray
 
 
-def check_prompt(core: Core, token_ids: Any, max_new_tokens: int, limit: int | None) -> TokenArray:
+def check_prompt(
+    core: Core, token_ids: Any, max_new_tokens: int, limit: int | None, device_pages: int | None
+) -> TokenArray:
     """Return the ids of a prompt that a sequence can be begun with.
 
     Raises:
@@ -39,8 +41,9 @@ def check_prompt(core: Core, token_ids: Any, max_new_tokens: int, limit: int | N
         raise InvalidInputError(
             f"begin: max_new_tokens must be an integer >= 0, got {max_new_tokens!r}"
         )
-    if limit is not None and limit < 0:
-        raise InvalidInputError(f"begin: limit must not be negative, got {limit}")
+    for name, value in (("limit", limit), ("device_pages", device_pages)):
+        if value is not None and (not isinstance(value, int) or value < 0):
+            raise InvalidInputError(f"begin: {name} must be an integer >= 0, got {value!r}")
     return tokens
 
 
