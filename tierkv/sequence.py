@@ -358,7 +358,7 @@ class Sequence:
             return
         if self._arrivals and all(arrival.done() for arrival in self._arrivals):
             self._settle_arrivals()
-        if start == self.length and not self.front and not self._arrivals:
+        if self.gate.all_hold(start) and not self.front and not self._arrivals:
             # What the window left can go; what is on its way comes to rest first.
             self._holding.drop_outdated(start, self._committer.committed)
         self._obtain(start, count, ahead=False)
@@ -371,7 +371,7 @@ class Sequence:
         if not self._holding.obtain(start, count, ahead=ahead, spill=spills):
             return
         arrived = self._arrived()  # the sources of copies come free, and what arrived may leave
-        if start == self.length and not self.front:
+        if self.gate.all_hold(start) and not self.front:
             self._holding.give_up_boundaries()
             self._holding.drop_outdated(start, self._committer.committed)
         pages = self._holding.obtain(start, count, ahead=ahead, spill=arrived)

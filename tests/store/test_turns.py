@@ -1,7 +1,7 @@
 """Conversations over all tiers: what is found, and that it is what was committed."""
 
 import pytest
-from toy_model import FULL, MIXED, SPECS, feed, full_group, turn
+from toy_model import FULL, MIXED, SPECS, feed, full_group, states, turn
 
 from tierkv import CacheSpec, InvalidInputError, SequenceTooLongError, Tier
 
@@ -199,3 +199,25 @@ def test_found_tokens_are_counted_by_tier(open_store):
     assert {name: stats.tiers[name].hit_tokens for name in ("device", "host", "disk")} == {
         name: by_tier[name] for name in ("device", "host", "disk")
     }
+
+
+@pytest.mark.parametrize("call", ["keep_from", "reserve"])
+def test_what_a_step_has_written_stays_when_it_goes_on_after_other_calls(open_store, call):
+    store = open_store(MIXED, device=20)
+    tokens = [5, 6, 7, 8, 9]
+    other = store.begin([1, 2])
+    feed(other, [1, 2])
+    sequence = store.begin(tokens)
+    for layer in sorted(MIXED.layer_to_group):
+        with sequence.gate.layer(layer) as view:
+            view.append(*states(MIXED, layer, tokens, 0, 5))
+        if layer == 2:  # the first of the window's layers
+            other.abandon()  # its slots are free, and would be taken first
+            if call == "keep_from":
+                sequence.keep_from(0)
+            else:
+                with pytest.raises(SequenceTooLongError):
+                    sequence.reserve(400)
+    feed(sequence, [*tokens, 1])  # checks what is held
+    sequence.abandon()
+    store.check()

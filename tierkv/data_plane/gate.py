@@ -130,6 +130,10 @@ class LayerGate:
             )
         return low
 
+    def all_hold(self, length: int) -> bool:
+        """Return whether every layer holds so many tokens: nobody is in the midst of a step."""
+        return all(held == length for held in self.written.values())
+
     def crop(self, length: int) -> None:
         """Take back the tokens from ``length`` on."""
         self.written = dict.fromkeys(self.written, length)
