@@ -7,7 +7,10 @@ import pytest
 from toy_model import FULL, LATENT, feed, turn
 
 from tierkv import InvalidInputError, Tier
-from tierkv.devices.base import CopyOp
+from tierkv.devices.base import CopyOp, DeviceError
+from tierkv.devices.cpu import CpuDevice
+from tierkv.devices.faults import Faults
+from tierkv.devices.sim import SimDevice
 
 
 @pytest.fixture(params=["cpu"])  # a real thread is held up
@@ -116,4 +119,56 @@ def test_a_copy_down_that_fails_is_not_taken_for_another_threads_success(open_st
     copy_down(0)
     other.join(30)
     assert copied == {0: 0, 1: 1}
+    store.check()
+
+
+FAULTY = {"cpu": CpuDevice, "sim": SimDevice}
+
+
+@pytest.mark.parametrize("kind", FAULTY)
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_part_of_a_page_that_fails_to_arrive_is_not_taken_for_good(open_store, kind, layer):
+    """Another sequence copies from it on the device before anybody knows."""
+    faults = Faults()
+    store = open_store(host=120, disk=None, torch_device=FAULTY[kind](faults=faults))
+    tokens = list(range(24))
+    turn(store, tokens)
+    turn(store, [99] * 250)  # takes the whole pool: the pages are in host memory only
+    faults.fail_copies("load", after=layer)
+    first = store.begin([*tokens, 1])
+    second = store.begin(tokens[:4])  # all but the last token of its first page
+    assert second.found.total == 3
+    for sequence, ids in ((second, tokens[:4]), (first, [*tokens, 1])):
+        with pytest.raises(DeviceError):
+            feed(sequence, ids)
+    for sequence in (first, second):
+        sequence.abandon()
+    assert turn(store, tokens[:4]).total == 3
+    assert turn(store, [*tokens, 1]).total == 24
+
+
+@pytest.mark.parametrize("kind", FAULTY)
+def test_a_page_that_leaves_while_it_is_wanted_is_looked_for_again(open_store, kind):
+    """It failed to arrive; whoever brought it takes it off the books in the midst of a load."""
+    faults = Faults()
+    store = open_store(host=120, disk=None, torch_device=FAULTY[kind](faults=faults))
+    tokens = list(range(24))
+    turn(store, tokens)
+    turn(store, [99] * 250)
+    faults.fail_copies("load", count=1)
+    first = store.begin([*tokens, 1])
+    obtain, calls = store._transfers.obtain, []
+
+    def obtain_and_end(*args, **options):
+        if not calls:
+            calls.append(args)
+            store._loader._stream.record().wait(20)  # so that it ends at once
+            first.abandon()
+        return obtain(*args, **options)
+
+    store._transfers.obtain = obtain_and_end
+    second = store.begin([*tokens, 2])
+    assert calls
+    feed(second, [*tokens, 2])
+    second.finish([*tokens, 2])
     store.check()

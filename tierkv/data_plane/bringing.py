@@ -124,8 +124,9 @@ class Move:
             away = set(self._lane.fetcher.settle_claims(wanted, self._claims))
         here = [row for row in wanted if row not in away]
         wanted = [row for row in wanted if row in away]
-        if here:
-            self._start(here)  # only what must be read needs host memory to pass through
+        # Only what must be read needs host memory to pass through.
+        if here and not self._start(here):
+            return FetchOutcome.GONE
         for start in range(0, len(wanted), step):
             batch = wanted[start : start + step]
             with self._core.lock:
@@ -138,7 +139,8 @@ class Move:
                 outcome = self._lane.fetcher.fetch(batch, self._claims, self._deadline)
             if outcome is not FetchOutcome.READY:
                 return outcome
-            self._start(batch)
+            if not self._start(batch):
+                return FetchOutcome.GONE
         return FetchOutcome.READY
 
     def _stage(self, batch: list[int]) -> FetchOutcome:
@@ -162,9 +164,11 @@ class Move:
                     outcome = FetchOutcome.UNREADABLE
                 if outcome is FetchOutcome.READY:
                     missing = set(away)
-                    self._start([row for row in batch if row not in missing])
-                    self._begin(staged, away)
-                    begun = True
+                    if self._start([row for row in batch if row not in missing]):
+                        self._begin(staged, away)
+                        begun = True
+                    else:
+                        outcome = FetchOutcome.GONE
         finally:
             if not begun:
                 staged.settle()
@@ -180,10 +184,15 @@ class Move:
         self._staged = staged
         self.arrivals.append(staged)
 
-    def _start(self, rows: Sequence[int]) -> None:
-        """Enqueue the copies of pages in memory, one event a layer."""
+    def _start(self, rows: Sequence[int]) -> bool:
+        """Enqueue the copies of pages in memory, one event a layer; False when one has left it.
+
+        A page that failed to arrive on the device leaves it whoever has pinned it.
+        """
         core, claims, sources = self._core, self._claims, Claims(self._core)
         with core.lock:
+            if self._lane.fetcher.settle_claims(rows, claims):
+                return False
             # A page that somebody else has brought in meanwhile needs no copy.
             there = core.index.residency(rows) >> Tier.DEVICE & 1
             partial = [row for row in rows if row in self._partial]
@@ -209,6 +218,20 @@ class Move:
             # Enqueued under the lock: whoever sees a page resident also sees it arriving.
             events = copy_layers(core, self._lane.stream, moves, core.spec.layer_to_group)
             self.arrivals.append(HostArrival(core, shared, sources, events, self._lane.arriving))
+            for row, tier in zip(copied, tiers, strict=True):
+                if tier is Tier.DEVICE:  # what is copied on may itself not have arrived yet
+                    self.join(row)
+            return True
+
+    def join(self, row: int) -> bool:
+        """Wait, behind the gate, for a page that another sequence is bringing in, if one is."""
+        arrival = self._lane.arriving.get(row)
+        if arrival is None or arrival in self.arrivals:
+            return False
+        if all(arrival.events is not other.events for other in self.arrivals):
+            joined = HostArrival(self._core, [], Claims(self._core), arrival.events, {})
+            self.arrivals.append(joined)
+        return True
 
     def undo(self) -> None:
         """Let what was copied before a failure stay resident; give the other slots back."""

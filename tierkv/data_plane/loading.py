@@ -16,7 +16,7 @@ import numpy as np
 from tierkv.control_plane.match import GroupMatch, Match, match
 from tierkv.control_plane.spilling import pages_needed, plan_spill
 from tierkv.control_plane.table import PRIVATE, GroupTable
-from tierkv.data_plane.arrivals import Arrival, HostArrival, LoadMeter, await_events
+from tierkv.data_plane.arrivals import Arrival, LoadMeter, await_events
 from tierkv.data_plane.bringing import Lane, Move
 from tierkv.data_plane.claims import Claims
 from tierkv.data_plane.fetching import Fetcher, FetchOutcome
@@ -246,7 +246,9 @@ class Loader:
                     move.undo()
                     return FetchOutcome.NO_ROOM
             loaded.arrivals = move.arrivals
-            self._fill_tables(loaded, found, move)
+            if not self._fill_tables(loaded, found, move):
+                move.undo()
+                return FetchOutcome.GONE
         return outcome
 
     def _spill(
@@ -273,7 +275,8 @@ class Loader:
         """Bring pages into host memory, where they stay for as long as the sequence runs."""
         core = self._core
         with core.lock:
-            on_device = [row for row in rows if claims.tier(row) is Tier.DEVICE]
+            claimed = [row for row in rows if claims.tier(row) is Tier.DEVICE]
+            on_device = [row for row in claimed if core.is_in(row, Tier.DEVICE)]
             there = [row for row in on_device if core.is_in(row, Tier.HOST)]
             alone = [row for row in on_device if not core.is_in(row, Tier.HOST)]
             claims.move(there, Tier.HOST)
@@ -288,9 +291,14 @@ class Loader:
                 return FetchOutcome.NO_ROOM
         return self._low_fetcher.fetch(rows, claims, deadline)
 
-    def _fill_tables(self, loaded: Loaded, found: Match, move: Move) -> None:
+    def _fill_tables(self, loaded: Loaded, found: Match, move: Move) -> bool:
+        """Enter the pages; False when one that failed to arrive has left the device."""
         core = self._core
         with core.lock:
+            for table, group in zip(loaded.tables, found.groups, strict=True):
+                for page, row in enumerate(group.rows.tolist(), start=group.first_page):
+                    if row not in move.private and not core.is_in(row, table.tier(page)):
+                        return False
             for table, group in zip(loaded.tables, found.groups, strict=True):
                 for page, row in enumerate(group.rows.tolist(), start=group.first_page):
                     if row in move.private:
@@ -302,17 +310,8 @@ class Loader:
                         tier = table.tier(page)
                         table.set(page, core.slot(row, tier), row)
                         if tier is Tier.DEVICE:
-                            self._join(loaded, row)
-
-    def _join(self, loaded: Loaded, row: int) -> None:
-        """Wait, behind the gate, for pages that another sequence is bringing in."""
-        arrival = self._lane.arriving.get(row)
-        if arrival is None or arrival in loaded.arrivals:
-            return
-        self._core.counters.delay_hits += 1
-        if all(arrival.events is not other.events for other in loaded.arrivals):
-            joined = HostArrival(self._core, [], Claims(self._core), arrival.events, {})
-            loaded.arrivals.append(joined)
+                            core.counters.delay_hits += move.join(row)
+            return True
 
     def _touch(self, found: Match) -> None:
         """Record the use: the anchor's path first, then the windows that hang below it."""
